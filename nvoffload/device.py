@@ -1,0 +1,127 @@
+"""The only room that names CUDA: copies between a device and the pool, registration, streams.
+
+Its twin, SimDevice, keeps every copy until its stream is waited for.
+"""
+
+import ctypes
+import re
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from nvoffload import native
+from nvoffload.errors import MachineError
+
+
+class Device(Protocol):
+    """Where parameters and gradients are, as the mover needs it."""
+
+    handle: Any
+
+    def synchronize(self) -> None:
+        """Return once everything queued on the user's stream has run."""
+
+    def register(self, address: int, nbytes: int) -> str:
+        """Make host memory known to the device; return how that went, in words."""
+
+    def close(self) -> None:
+        """Free streams. Idempotent."""
+
+
+class HostDevice:
+    """Parameters in host memory: nothing to copy by."""
+
+    def __init__(self) -> None:
+        self.handle: Any = native.ffi.NULL
+
+    def synchronize(self) -> None:
+        """Do nothing."""
+
+    def register(self, address: int, nbytes: int) -> str:
+        """Do nothing."""
+        return "not needed"
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+class SimDevice(HostDevice):
+    """The twin: a device whose memory is host memory and whose streams run late."""
+
+    def __init__(self, num_threads: int) -> None:
+        lib, ffi = native.lib, native.ffi
+        self._streams = [lib.nvo_simdev_stream_open() for _ in range(num_threads)]
+        self._array = ffi.new("void *[]", self._streams)
+        self.handle = ffi.new(
+            "nvo_device *",
+            {"copy": lib.nvo_simdev_copy, "wait": lib.nvo_simdev_wait, "streams": self._array},
+        )
+
+    def close(self) -> None:
+        """Free the streams."""
+        while self._streams:
+            native.lib.nvo_simdev_stream_close(self._streams.pop())
+
+
+class CudaDevice:
+    """A CUDA device, through the runtime library that torch has loaded."""
+
+    def __init__(self, device: torch.device, num_threads: int) -> None:
+        ffi = native.ffi
+        runtime = _cuda_runtime()
+        self._device = device
+        self._registered: list[int] = []
+        self._streams = [torch.cuda.Stream(device) for _ in range(num_threads)]  # type: ignore[no-untyped-call]
+        self._array = ffi.new("void *[]", [ffi.cast("void *", s.cuda_stream) for s in self._streams])
+        copy = "int (*)(void *, const void *, size_t, int, void *)"
+        self.handle = ffi.new(
+            "nvo_device *",
+            {
+                "copy": ffi.cast(copy, _address(runtime, "cudaMemcpyAsync")),
+                "wait": ffi.cast("int (*)(void *)", _address(runtime, "cudaStreamSynchronize")),
+                "select": ffi.cast("int (*)(int)", _address(runtime, "cudaSetDevice")),
+                "ordinal": device.index or 0,
+                "streams": self._array,
+            },
+        )
+
+    def synchronize(self) -> None:
+        """Wait for the current stream: gradients and parameters are then as the loop left them."""
+        torch.cuda.current_stream(self._device).synchronize()
+
+    def register(self, address: int, nbytes: int) -> str:
+        """Page-lock the pool for the device; best effort."""
+        cudart: Any = torch.cuda.cudart  # untyped in torch
+        code = cudart().cudaHostRegister(address, nbytes, 0)
+        if int(code) != 0:
+            return f"not pinned: cudaHostRegister returned {int(code)}"
+        self._registered.append(address)
+        return "pinned"
+
+    def close(self) -> None:
+        """Take registrations back."""
+        cudart: Any = torch.cuda.cudart
+        while self._registered:
+            cudart().cudaHostUnregister(self._registered.pop())
+
+
+def open_device(device: torch.device, num_threads: int) -> Device:
+    """Return the way to reach tensors on `device`."""
+    if device.type == "cpu":
+        return HostDevice()
+    if device.type == "cuda":
+        return CudaDevice(device, num_threads)
+    raise MachineError(f"device {device} is not supported: parameters must be on a CPU or a CUDA device.")
+
+
+def _cuda_runtime() -> ctypes.CDLL:
+    maps = Path("/proc/self/maps").read_text()
+    found = re.search(r"(/\S*libcudart\S*\.so\S*)", maps)
+    if found is None:
+        raise MachineError("torch has no CUDA runtime loaded (libcudart); is this a CUDA build of torch?")
+    return ctypes.CDLL(found[1])
+
+
+def _address(library: ctypes.CDLL, name: str) -> int:
+    return ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0

@@ -1,0 +1,222 @@
+"""Geometry: flats cut into tiles and segments, zones with two slots, offsets in a file.
+
+Pure arithmetic on sizes; the one place that rounds. Opens nothing, knows no torch.
+"""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+
+from nvoffload.errors import ConfigError
+
+ALIGN = 4096
+TILE_NUMEL_MAX = 1 << 20
+# A buffer holds 16 bytes per element of its tile: fp32 weight, two words, a staged fp32 gradient.
+BUFFER_BYTES_PER_ELEMENT = 16
+PARAMETER_START_BYTES = 64
+
+
+def round_up(value: int, multiple: int) -> int:
+    """Return the least multiple of `multiple` that is at least `value`."""
+    return -(-value // multiple) * multiple
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterSpec:
+    """A parameter as the store knows it. `stride` in elements; its bytes are in memory order."""
+
+    name: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: str
+    numel: int
+
+
+@dataclass(frozen=True, slots=True)
+class Flat:
+    """Parameters of one dtype and trainability end to end, each from a 64-byte boundary.
+
+    `item_bytes` of the fetched part, `low_bytes` of the remainder, per element.
+    """
+
+    dtype: str
+    item_bytes: int
+    low_bytes: int
+    is_trainable: bool
+    params: tuple[int, ...]
+    starts: tuple[int, ...]
+    numel: int
+
+    @classmethod
+    def of(
+        cls, specs: Sequence[ParameterSpec], params: Sequence[int], *, item_bytes: int, is_trainable: bool
+    ) -> "Flat":
+        """Lay `params` (indices into `specs`, one dtype) end to end."""
+        step = max(1, PARAMETER_START_BYTES // item_bytes)
+        starts, end = [], 0
+        for index in params:
+            starts.append(end)
+            end += round_up(specs[index].numel, step)
+        low_bytes = 2 if is_trainable and specs[params[0]].dtype == "bfloat16" else 0
+        dtype = specs[params[0]].dtype
+        return cls(dtype, item_bytes, low_bytes, is_trainable, tuple(params), tuple(starts), end)
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """The part of one parameter in one tile; all in elements."""
+
+    param: int
+    tile_start: int
+    numel: int
+    param_start: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """A piece of a flat: the grain of updates, checksums and slots. Bytes are padded to align."""
+
+    flat: int
+    numel: int
+    fetched_bytes: int
+    remainder_bytes: int
+    word_bytes: int
+    segments: tuple[Segment, ...]
+
+    @property
+    def param_bytes(self) -> int:
+        """Length of the parameter extent."""
+        return self.fetched_bytes + self.remainder_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Zone:
+    """Two equal halves of a file; tile i's place in slot s is base + s * half_bytes + offsets[i]."""
+
+    base: int
+    half_bytes: int
+    tiles: tuple[int, ...]
+    offsets: tuple[int, ...]
+
+    @property
+    def end(self) -> int:
+        """First byte after the zone."""
+        return self.base + 2 * self.half_bytes
+
+    def place(self, position: int, slot: int) -> int:
+        """Return the offset of the extent of `tiles[position]` in `slot`."""
+        return self.base + slot * self.half_bytes + self.offsets[position]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How one store cuts its parameters. Frozen by the first commit; never derived again."""
+
+    align: int
+    tile_numel: int
+    specs: tuple[ParameterSpec, ...]
+    flats: tuple[Flat, ...]
+    tiles: tuple[Tile, ...]
+
+    @cached_property
+    def digest(self) -> str:
+        """Hash of everything that decides where bytes are and what they mean."""
+        facts = [
+            self.align,
+            self.tile_numel,
+            [asdict(s) for s in self.specs],
+            [asdict(f) for f in self.flats],
+        ]
+        return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Hash of names, shapes and dtypes: the identity of the model, however it is cut."""
+        facts = [[spec.name, spec.shape, spec.dtype] for spec in self.specs]
+        return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+
+    def param_zone(self, base: int) -> Zone:
+        """Return the zone of all tiles' parameter extents, from `base` on."""
+        return pack_zone(base, range(len(self.tiles)), [tile.param_bytes for tile in self.tiles])
+
+    def state_zone(self, base: int, params: frozenset[int], num_words: int) -> Zone:
+        """Return the zone of the states of the tiles that hold any of `params`."""
+        tiles = [i for i, tile in enumerate(self.tiles) if any(s.param in params for s in tile.segments)]
+        return pack_zone(base, tiles, [num_words * self.tiles[i].word_bytes for i in tiles])
+
+
+def pack_zone(base: int, tiles: Sequence[int], lengths: Sequence[int]) -> Zone:
+    """Lay extents of `lengths` bytes end to end, twice."""
+    offsets, end = [], 0
+    for length in lengths:
+        offsets.append(end)
+        end += length
+    return Zone(base, end, tuple(tiles), tuple(offsets))
+
+
+def cut_tiles(flats: Sequence[Flat], specs: Sequence[ParameterSpec], tile_numel: int) -> tuple[Tile, ...]:
+    """Cut each flat into tiles of `tile_numel` elements, the last one shorter."""
+    tiles = []
+    for index, flat in enumerate(flats):
+        for start in range(0, flat.numel, tile_numel):
+            numel = min(tile_numel, flat.numel - start)
+            tiles.append(_tile(index, flat, start, numel))
+    return _with_segments(tiles, flats, specs, tile_numel)
+
+
+def _tile(index: int, flat: Flat, start: int, numel: int) -> Tile:
+    return Tile(
+        flat=index,
+        numel=numel,
+        fetched_bytes=round_up(numel * flat.item_bytes, ALIGN),
+        remainder_bytes=round_up(numel * flat.low_bytes, ALIGN),
+        word_bytes=round_up(numel * 4, ALIGN) if flat.is_trainable else 0,
+        segments=(),
+    )
+
+
+def _with_segments(
+    tiles: list[Tile], flats: Sequence[Flat], specs: Sequence[ParameterSpec], tile_numel: int
+) -> tuple[Tile, ...]:
+    cut: list[list[Segment]] = [[] for _ in tiles]
+    first_tile = 0
+    for flat in flats:
+        for param, start in zip(flat.params, flat.starts, strict=True):
+            done = 0
+            while done < specs[param].numel:
+                position, tile_start = divmod(start + done, tile_numel)
+                numel = min(specs[param].numel - done, tile_numel - tile_start)
+                cut[first_tile + position].append(Segment(param, tile_start, numel, done))
+                done += numel
+        first_tile += -(-flat.numel // tile_numel)
+    return tuple(
+        Tile(t.flat, t.numel, t.fetched_bytes, t.remainder_bytes, t.word_bytes, tuple(segments))
+        for t, segments in zip(tiles, cut, strict=True)
+    )
+
+
+def choose_tile_numel(flats: Sequence[Flat], buffer_bytes: int | None) -> int:
+    """Return elements per tile: a multiple of align, at most buffer_bytes / 16 and 1 Mi."""
+    if buffer_bytes is None:
+        largest = max((flat.numel for flat in flats), default=0)
+        return min(TILE_NUMEL_MAX, max(ALIGN, round_up(largest, ALIGN)))
+    least = BUFFER_BYTES_PER_ELEMENT * ALIGN
+    if buffer_bytes < least:
+        raise ConfigError(
+            f"buffer_size={buffer_bytes} bytes is too small: a buffer holds a tile of at least {ALIGN} "
+            f"elements at {BUFFER_BYTES_PER_ELEMENT} bytes. The least is {least} (64KiB)."
+        )
+    return buffer_bytes // least * ALIGN
+
+
+def choose_buffer_count(tile_numel: int, num_tiles: int, in_flight_bytes: int, memory_bytes: int) -> int:
+    """Return how many buffers keep `in_flight_bytes` of the disk's queue full both ways.
+
+    W = 1 + 2 ceil(in flight / 12 bytes per element of a tile), and one for a demanded read; at
+    most one more than there are tiles and a quarter of `memory_bytes`; at least 2.
+    """
+    wanted = 2 + 2 * -(-in_flight_bytes // (12 * tile_numel))
+    affordable = memory_bytes // 4 // (BUFFER_BYTES_PER_ELEMENT * tile_numel)
+    return max(2, min(wanted, num_tiles + 1, affordable))
