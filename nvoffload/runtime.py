@@ -178,11 +178,11 @@ class Session:
         self.check_open()
         if self._store is None:
             indices = self.layout.state_zone(0, params, NUM_ADAMW_WORDS).tiles
-            tiles = Tiles(self.layout, indices)
+            tiles = Tiles(self.layout, indices, params)
             tiles.put_on_host(NUM_ADAMW_WORDS)
             return tiles
         zone = self._store.append_state_zone(params, NUM_ADAMW_WORDS)
-        tiles = Tiles(self.layout, zone.zone.tiles)
+        tiles = Tiles(self.layout, zone.zone.tiles, params)
         tiles.put_params_on_disk(self._store)
         tiles.put_state_on_disk(self._store, zone)
         self._guarded(lambda mover: mover.run("NVO_FILL_STATE", tiles, self._params, on_progress=on_progress))
@@ -204,10 +204,11 @@ class Session:
         with self._lock:
             self.device.synchronize()
             generation = self._committer.begin(optimizer) if self._committer else 0
-            self._place_values(addresses)
-            fill_params(self._params, works)
             array = group_array(groups)
             for tiles in zones:
+                self._place_values(addresses)
+                if not fill_params(self._params, [work for work in works if work.param in tiles.params]):
+                    continue
                 self._guarded(
                     lambda mover, tiles=tiles: mover.run(  # type: ignore[misc]
                         "NVO_UPDATE",
@@ -223,7 +224,7 @@ class Session:
 
     def _place_values(self, addresses: Mapping[int, int]) -> None:
         for at in self._params:
-            at.pending = 0
+            at.pending = at.fresh = 0
         for param, address in addresses.items():
             self._params[param].value = native.ffi.cast("void *", address)
 

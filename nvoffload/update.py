@@ -48,10 +48,14 @@ class Group:
 
 
 class Tiles:
-    """The C arrays of the tiles that one job visits. Keeps everything they point to alive."""
+    """The C arrays of the tiles that one job visits. Keeps everything they point to alive.
 
-    def __init__(self, layout: Layout, indices: Sequence[int]) -> None:
+    `params` are those whose states these tiles hold; a tile may carry others, which another job updates.
+    """
+
+    def __init__(self, layout: Layout, indices: Sequence[int], params: frozenset[int] = frozenset()) -> None:
         ffi = native.ffi
+        self.params = params
         self.layout = layout
         self.indices = tuple(indices)
         segments = [s for i in indices for s in layout.tiles[i].segments]
@@ -259,8 +263,8 @@ def error_from(error: Any, path: str, where: str) -> NvoffloadError:
     return found
 
 
-def fill_params(array: Any, works: Sequence[Work]) -> None:
-    """Write `works` into an nvo_param array; all other parameters are marked as not pending."""
+def fill_params(array: Any, works: Sequence[Work]) -> int:
+    """Mark the parameters of `works` as pending in an nvo_param array; return how many."""
     for work in works:
         at = array[work.param]
         at.value = native.ffi.cast("void *", work.value_address)
@@ -268,6 +272,7 @@ def fill_params(array: Any, works: Sequence[Work]) -> None:
         at.grad_dtype = getattr(native.lib, DTYPES[work.grad_dtype])
         at.step, at.group, at.pending, at.scale = work.step, work.group, 1, work.grad_scale
         at.fresh = work.is_fresh
+    return len(works)
 
 
 def group_array(groups: Sequence[Group]) -> Any:
