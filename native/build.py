@@ -10,7 +10,20 @@ from pathlib import Path
 from cffi import FFI
 
 HERE = Path(__file__).parent
-SOURCES = "crc32c adam file fork engine pump ring_aio ring_bridge pool tile mover simdev".split()
+SOURCES = [
+    "crc32c",
+    "adam",
+    "file",
+    "fork",
+    "engine",
+    "pump",
+    "ring_aio",
+    "ring_bridge",
+    "pool",
+    "tile",
+    "mover",
+    "simdev",
+]
 # Without -Wpedantic, which the code that cffi generates does not pass; .ci/run adds it for ours.
 WARNINGS = ["-Wall", "-Wextra", "-Wconversion"]
 FLAGS = ["-std=c11", "-O3", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno", "-pthread"]

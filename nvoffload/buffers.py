@@ -4,6 +4,7 @@ Owns every byte that an engine moves. Never grows after start, never touches dis
 """
 
 import mmap
+import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -37,6 +38,13 @@ def available_memory_bytes() -> int:
     return available
 
 
+# Maps that a forked child inherits as objects but not as memory (MADV_DONTFORK): were they freed there,
+# an address range that is somebody else's by then would be unmapped. So the child keeps them.
+_live: set[mmap.mmap] = set()
+_inherited: list[mmap.mmap] = []
+os.register_at_fork(after_in_child=lambda: _inherited.extend(_live))
+
+
 class Arena:
     """Page-aligned memory of 2 MiB pages where the kernel gives them. Not inherited by forks.
 
@@ -54,6 +62,7 @@ class Arena:
             self._map = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except (OSError, ValueError, OverflowError) as error:
             raise MachineError(f"no memory for {format_bytes(nbytes)} of buffers: {error}.") from None
+        _live.add(self._map)
         # The view keeps the mapping alive; it goes before the mapping in close().
         self._view: Any = native.ffi.from_buffer(self._map)
         base = int(native.ffi.cast("intptr_t", self._view))
@@ -93,7 +102,8 @@ class Arena:
 
     def close(self) -> None:
         """Give the memory back. Idempotent."""
-        if self._map is not None:
+        if self._map is not None and self._map not in _inherited:
+            _live.discard(self._map)
             native.ffi.release(self._view)
             self._map.close()
             self._map = None

@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, Self
 
@@ -36,9 +37,9 @@ def parse_size(value: Size, field: str) -> int:
             raise ConfigError(
                 f'{field}={value!r} is not a size. Write bytes as an int, or "256MiB" (2^20) or "5GB" (10^9).'
             )
-        nbytes = int(float(match[1]) * _UNITS[match[2]])
-    if nbytes <= 0:
-        raise ConfigError(f"{field}={value!r} is {nbytes} bytes; it must be positive.")
+        nbytes = int(Fraction(match[1]) * _UNITS[match[2]])
+    if not 0 < nbytes < 1 << 62:
+        raise ConfigError(f"{field}={str(value)[:40]!r} must be positive and below 2^62 bytes.")
     return nbytes
 
 
@@ -87,9 +88,9 @@ class Io:
                 f"Io.block_size={self.block_size!r} is {block_bytes} bytes; direct I/O needs a multiple "
                 f"of 4096, at most 1GiB. The nearest is {rounded}."
             )
-        if not (isinstance(self.queue_depth, int) and 1 <= self.queue_depth <= 4096):
+        if not _is_count(self.queue_depth, least=1, most=4096):
             raise ConfigError(f"Io.queue_depth={self.queue_depth!r} must be an int from 1 to 4096.")
-        if not self.stall_limit_s > 0:
+        if type(self.stall_limit_s) not in (int, float) or not self.stall_limit_s > 0:
             raise ConfigError(f"Io.stall_limit_s={self.stall_limit_s!r} must be positive seconds.")
 
     @property
@@ -150,6 +151,8 @@ class OffloadConfig:
             parse_size(self.buffer_size, "buffer_size")
         if self.name is not None and not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", self.name):
             raise ConfigError(f"name={self.name!r} must be 1 to 64 letters, digits, '-' or '_'.")
+        if self.nvme_path is not None:
+            object.__setattr__(self, "nvme_path", _one_path(self.nvme_path))
         self._check_supported()
 
     @property
@@ -191,18 +194,18 @@ def _check_keys(what: str, given: Mapping[str, Any], known: type) -> None:
     names = [f.name for f in fields(known)]
     for key in given:
         if key not in names:
-            raise ConfigError(f"{what} has no field {key!r}.{nearest(key, names)}")
+            raise ConfigError(f"{what} has no field {key!r}.{nearest(str(key), names)}")
 
 
 def resolve(config: OffloadConfig | Mapping[str, Any] | PathLike | None, **given: Any) -> OffloadConfig:
     """Merge `config` with arguments; None means not given. A field given twice is a ConfigError."""
     arguments = {name: value for name, value in given.items() if value is not None}
-    if "nvme_path" in arguments:
-        arguments["nvme_path"] = _one_path(arguments["nvme_path"])
     if config is None:
         return OffloadConfig.from_dict(arguments)
     if isinstance(config, str | os.PathLike):
         raise ConfigError(f"config={os.fspath(config)!r}: reading a file is not supported yet; pass a dict.")
+    if not isinstance(config, OffloadConfig | Mapping):
+        raise ConfigError(f"config={config!r} must be an OffloadConfig or a mapping of its fields.")
     if isinstance(config, OffloadConfig):
         defaults = {f.name: f.default for f in fields(OffloadConfig)}
         in_config = {name for name, value in defaults.items() if getattr(config, name) != value}
@@ -218,5 +221,7 @@ def resolve(config: OffloadConfig | Mapping[str, Any] | PathLike | None, **given
 
 def _one_path(value: Any) -> Path:
     if isinstance(value, str | os.PathLike):
+        if not os.fspath(value):
+            raise ConfigError("nvme_path is empty; is an environment variable unset? Pass a folder on a disk.")
         return Path(value)
     raise ConfigError(f"nvme_path={value!r}: several folders are not supported yet; pass one path.")

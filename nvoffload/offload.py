@@ -121,7 +121,7 @@ def offload(
         raise ConfigError(f"offload() takes an nn.Module, not {type(module).__name__}.")
     _check_unowned(module)
     if chosen.device is not None:
-        module.to(torch.device(chosen.device))
+        module.to(_usable_device(chosen.device))
     params = named_parameters(module)
     torch_device = _device_of(params)
     if chosen.optimizer_offload == "none" and torch_device.type != "cpu":
@@ -177,6 +177,16 @@ def _check_unowned(module: nn.Module) -> None:
             raise UsageError(
                 f"{name} is offloaded already. Close the first: model.close(); or offload once, at the top."
             )
+
+
+def _usable_device(device: Any) -> torch.device:
+    try:
+        usable = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ConfigError(f"device={device!r} is unknown: {error}") from None
+    if usable.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device={device!r} is not supported; parameters must be on a CPU or a CUDA device.")
+    return usable
 
 
 def _device_of(params: Mapping[str, nn.Parameter]) -> torch.device:

@@ -129,12 +129,15 @@ class AdamW(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         groups = [_group(group) for group in self.param_groups]
-        for session, zones in self._zones.values():
+        for session, _ in self._zones.values():
             session.check_open()
-            self._step_session(session, zones, groups)
+        interrupts = [self._step_session(session, zones, groups) for session, zones in self._zones.values()]
+        for interrupt in interrupts:
+            if interrupt is not None:
+                raise interrupt
         return loss
 
-    def _step_session(self, session: Session, zones: list[Tiles], groups: list[Group]) -> None:
+    def _step_session(self, session: Session, zones: list[Tiles], groups: list[Group]) -> KeyboardInterrupt | None:
         works: list[Work] = []
         stepped: list[Tensor] = []
         addresses: dict[int, int] = {}
@@ -165,13 +168,20 @@ class AdamW(Optimizer):
                     )
                 )
         if not works:
-            return
+            return None
         addresses |= _other_addresses(session, zones, addresses)
-        session.update(id(self), zones, works, groups, addresses)
+        interrupt = session.update(id(self), zones, works, groups, addresses)
         increment_version(stepped)
         for param in stepped:
             self.state[param]["step"] += 1
             self._marks[id(param)] = _mark(param)
+        return interrupt
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UsageError("AdamW can't be pickled or copied: its states are in the swap file.")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        raise UsageError("AdamW can't be copied: its states are in the swap file.")
 
     def state_dict(self) -> dict[str, Any]:
         """Raise: saving half a state would be worse than none."""

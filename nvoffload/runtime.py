@@ -11,6 +11,7 @@ import time
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -81,9 +82,10 @@ class Session:
         self._pid = os.getpid()
         self._lock = threading.RLock()
         self._is_open = True
-        self._has_failed = False
+        self._error: NvoffloadError | None = None  # the first one; nothing is updated after it
         self._params = native.ffi.new("nvo_param[]", max(1, len(layout.specs)))
         self._steps = 0
+        self._steps_begun = 0
         self._fill_bytes = 0
         self._step_s = 0.0
         self._disk_wait_s = self._gate_wait_s = self._kernel_s = self._verify_s = 0.0
@@ -197,30 +199,34 @@ class Session:
         works: Sequence[Work],
         groups: Sequence[Group],
         addresses: Mapping[int, int],
-    ) -> None:
-        """Apply one step to `works`; return when parameters are new and all tiles are written."""
+    ) -> KeyboardInterrupt | None:
+        """Apply one step to `works`; return when parameters are new and all tiles are written.
+
+        A Ctrl-C in between is returned, to be raised once the step's bookkeeping is done too.
+        """
         self.check_open()
+        self._check_error()
+        interrupt: KeyboardInterrupt | None = None
         start_s = time.perf_counter()
         with self._lock:
             self.device.synchronize()
             generation = self._committer.begin(optimizer) if self._committer else 0
+            self._steps_begun += 1
             array = group_array(groups)
             for tiles in zones:
                 self._place_values(addresses)
                 if not fill_params(self._params, [work for work in works if work.param in tiles.params]):
                     continue
-                self._guarded(
-                    lambda mover, tiles=tiles: mover.run(  # type: ignore[misc]
-                        "NVO_UPDATE",
-                        tiles,
-                        self._params,
-                        groups=array,
-                        generation=generation,
-                        verify=self.config.verify,
-                    )
-                )
+                try:
+                    self._guarded(partial(self._run_update, tiles, array, generation))
+                except KeyboardInterrupt as error:
+                    interrupt = error  # the mover raises it only after the job has ended
             self._steps += 1
         self._step_s += time.perf_counter() - start_s
+        return interrupt
+
+    def _run_update(self, tiles: Tiles, groups: Any, generation: int, mover: Mover) -> None:
+        mover.run("NVO_UPDATE", tiles, self._params, groups=groups, generation=generation, verify=self.config.verify)
 
     def _place_values(self, addresses: Mapping[int, int]) -> None:
         for at in self._params:
@@ -231,30 +237,46 @@ class Session:
     def _guarded(self, action: Callable[[Mover], None]) -> None:
         """Run a job; book its time, and remember that the session failed."""
         assert self._mover is not None
+        self._check_error()
         before = self._mover.stats()
         try:
             action(self._mover)
-        except NvoffloadError:
-            self._has_failed = True
-            raise
+        except NvoffloadError as error:
+            self._error = self._cause(error)
+            if self._committer is not None and self._steps_begun:
+                self._committer.poison(self._error)
+            raise self._error from None
         after = self._mover.stats()
         self._disk_wait_s += after.disk_wait_s - before.disk_wait_s
         self._gate_wait_s += after.gate_wait_s - before.gate_wait_s
         self._kernel_s += after.kernel_s - before.kernel_s
         self._verify_s += after.verify_s - before.verify_s
 
+    def _cause(self, error: NvoffloadError) -> NvoffloadError:
+        """A job that was stopped because a commit failed failed for the commit's reason."""
+        committed = self._committer.error if self._committer else None
+        return committed or error
+
+    def _check_error(self) -> None:
+        """Raise the first error again: after it, memory and disk may disagree."""
+        if self._error is not None:
+            raise self._error
+        if self._committer is not None:
+            self._committer.check()
+
     def close_generation(self) -> None:
         """The loop has moved on: what was stepped so far belongs together and may be committed."""
-        if self.is_open and self._committer is not None:
-            with self._lock:
-                self._committer.check()
-                self._committer.close_generation()
+        if self.is_open:
+            self._check_error()
+            if self._committer is not None:
+                with self._lock:
+                    self._committer.close_generation()
 
     def flush(self) -> None:
         """Return when every step made so far is committed."""
         self.check_open()
+        self.close_generation()
         if self._committer is not None:
-            self.close_generation()
             self._committer.wait(COMMIT_TIMEOUT_S)
 
     def ledger(self) -> Traffic:
@@ -320,7 +342,7 @@ class Session:
             self._committer.leave(self._mover)
         try:
             if self._engine is not None:
-                self._engine.close()
+                self._engine.close(timeout_s=min(30.0, self.config.io.stall_limit_s))
         except StorageError as error:
             log.error("%s", error)
         else:

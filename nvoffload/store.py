@@ -125,6 +125,7 @@ class Run:
     committed: int = -1
     manifest_bytes: int = 0
     _files: list[SwapFile] = field(default_factory=list)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def snapshot(self) -> dict[str, Any]:
         """Return the manifest's body as of now, on the training thread."""
@@ -141,6 +142,13 @@ class Run:
 
         REQUIRES: all tiles of `step` are written and no later one is.
         """
+        with self._lock:
+            self._commit(step, body)
+
+    def _commit(self, step: int, body: dict[str, Any]) -> None:
+        """REQUIRES: lock. A store that left since the snapshot is named no more."""
+        stores = {store.name for store in self.stores}
+        body["stores"] = [described for described in body["stores"] if described["name"] in stores]
         named = {store["name"]: len(store["state_zones"]) + 1 for store in body["stores"]}
         tables = [table for s in self.stores if s.name in named for table in s.tables()[: named[s.name]]]
         body["tables"] = [len(table) for table in tables]
@@ -159,12 +167,13 @@ class Run:
 
     def leave(self, store: Store, *, keep: bool) -> None:
         """Close one store. The last one takes the folder with it unless it is kept."""
-        is_last = self.stores == [store]
+        with self._lock:
+            self.stores.remove(store)
+        is_last = not self.stores
         if is_last:
             for file in self._files:
                 file.close(remove=not keep)
         store.file.close(remove=not keep)
-        self.stores.remove(store)
         if is_last:
             with _runs_lock:
                 _runs.pop(self.parent, None)
@@ -233,7 +242,7 @@ def _settle(folder: RunFolder, name: str | None, layout: Layout, *, resume: bool
         log.info("removed %s: a dead run without a committed step", folder.path)
         return
     stores = manifest.body.get("stores", [])
-    same = [s for s in stores if s["fingerprint"] == layout.fingerprint and name in (None, s["name"])]
+    same = [s for s in stores if s.get("fingerprint") == layout.fingerprint and name in (None, s.get("name"))]
     if same and resume is False:
         folder.remove()
         log.warning("removed %s at step %d: resume=False", folder.path, manifest.generation.step)

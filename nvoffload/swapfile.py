@@ -56,7 +56,11 @@ def check_folder(path: Path | None) -> Path:
     if path is None:
         raise ConfigError('nvme_path is missing: states on "nvme" need a folder on a local disk.')
     folder = Path(path).expanduser().absolute()
-    if not folder.exists():
+    try:
+        is_there = folder.exists()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"nvme_path={str(folder)[:80]!r} can't be a folder: {error}.") from None
+    if not is_there:
         raise ConfigError(f"nvme_path={folder} does not exist. Create it: mkdir -p {folder}")
     if not folder.is_dir():
         raise ConfigError(f"nvme_path={folder} is a file; it must be a folder.")

@@ -322,6 +322,18 @@ class Committer:
             self._thread.join(timeout=60)
             _committers.pop(self._run.folder.run_id, None)
 
+    @property
+    def error(self) -> NvoffloadError | None:
+        """The first error; nothing is committed after it."""
+        return self._error
+
+    def poison(self, error: NvoffloadError) -> None:
+        """Never hand over the open generation: a step of it failed half way."""
+        with self._changed:
+            self._stepped.clear()
+            self._error = self._error or error
+            self._changed.notify_all()
+
     def begin(self, optimizer: Hashable) -> int:
         """Return the generation that a step of `optimizer` belongs to."""
         self.check()
@@ -334,6 +346,7 @@ class Committer:
 
     def close_generation(self) -> None:
         """End the open generation, if a step was made in it, and have it committed."""
+        self.check()
         if self._stepped:
             self._stepped.clear()
             self._hand_over(self._closed + 1)

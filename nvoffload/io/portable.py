@@ -70,6 +70,8 @@ class Portable:
             result = await move(block)
         except OSError as error:
             result = -(error.errno or errno.EIO)
+        except RuntimeError:  # the process ends without close(), and Python's workers went first
+            result = -errno.ECANCELED
         finally:
             self._bridge.answer(block, result)
 

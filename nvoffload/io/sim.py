@@ -70,6 +70,7 @@ class Sim:
         self._pending: list[tuple[float, int, Block]] = []  # heap: due, number, block
         self._held: list[tuple[float, int, Block]] = []
         self._num_moves = self._num_reads = 0
+        self._cut: set[tuple[int, int, int]] = set()  # last moved in part only
         self._released = threading.Event()
         self._thread = threading.Thread(target=self._run, name="nvoffload-sim", daemon=True)
 
@@ -151,7 +152,11 @@ class Sim:
     def _move(self, block: Block) -> int:
         self._num_moves += 1
         nbytes = block.nbytes
-        if self._short_every is not None and self._num_moves % self._short_every == 0:
+        place = (block.fd, block.offset, nbytes)
+        if place in self._cut:
+            self._cut.remove(place)  # nothing of it counted: not twice in a row
+        elif self._short_every is not None and self._num_moves % self._short_every == 0:
+            self._cut.add(place)
             nbytes = self._part_of(nbytes)
         try:
             if not block.is_read:

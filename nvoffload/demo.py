@@ -1,0 +1,362 @@
+"""python -m nvoffload.demo: train a byte-level transformer on real text, its AdamW states on disk.
+
+Says what it will take, holds itself to a memory budget, and reports what it took.
+"""
+
+import argparse
+import contextlib
+import json
+import math
+import platform
+import re
+import resource
+import signal
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from nvoffload.config import format_bytes, parse_size
+from nvoffload.demo_model import SIZES, ByteTransformer, activation_bytes
+from nvoffload.errors import MachineError, NvoffloadError
+from nvoffload.offload import offload
+from nvoffload.optim import AdamW
+from nvoffload.plan import resident_bytes
+
+TEXT_BYTES_MAX = 8 << 20
+WARMUP_STEPS = 3
+SLOWER_BY = 1.5  # bf16 counts as usable if it is at most this much slower than fp32
+ALLOWANCE_BYTES = 320 << 20  # of the default budget, for the buffer pool (128 MiB), stacks and pages of torch
+PROGRESS_S = 10.0  # between lines where stderr is no terminal
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What the run took. Bytes of a step are means over the steps; shares are of `seconds`, the training."""
+
+    size: str
+    parameters: int
+    steps: int
+    device: str
+    dtype: str
+    engine: str
+    is_direct: bool
+    loss_first: float
+    loss_last: float
+    seconds: float
+    total_seconds: float
+    tokens_per_s: float
+    step_read_bytes: float
+    step_write_bytes: float
+    ledger_read_bytes: int
+    ledger_write_bytes: int
+    fill_bytes: int
+    manifest_bytes: int
+    disk_bytes_per_s: float
+    peak_bytes: int
+    plan_bytes: int
+    activation_bytes: int
+    budget_bytes: int
+    enforced_by: str
+    in_memory_bytes: int
+    update_share: float
+    stall_disk_share: float
+    stall_commit_share: float
+
+    @property
+    def kernel_share(self) -> float:
+        """The part of the updates in which AdamW was computed, with checksums and copies."""
+        return max(0.0, self.update_share - self.stall_disk_share - self.stall_commit_share)
+
+    def lines(self) -> list[str]:
+        """Return the closing report for people."""
+        allowed = self.plan_bytes + self.activation_bytes
+        cached = "" if self.is_direct else ", through the page cache"
+        return [
+            "report",
+            f"  loss              {self.loss_first:.3f} first, {self.loss_last:.3f} last, over {self.steps} steps",
+            f"  speed             {self.tokens_per_s:.0f} tokens/s; {self.seconds:.0f} s of training, "
+            f"{self.total_seconds:.0f} s in all",
+            f"  disk per step     {self._traffic()}",
+            f"  disk in updates   {self.disk_bytes_per_s / 1e9:.2f} GB/s, both ways, by {self.engine}{cached}",
+            f"  disk besides      {self.fill_bytes / 1e9:.2f} GB written once at the start, "
+            f"{self.manifest_bytes / 1e9:.4f} GB of manifests",
+            f"  peak memory       {format_bytes(self.peak_bytes)}: {self.peak_bytes / allowed:.2f} of plan and "
+            f"activations ({format_bytes(allowed)}), budget {format_bytes(self.budget_bytes)} ({self.enforced_by})",
+            f"  all in memory     would need {format_bytes(self.in_memory_bytes)}: this run took "
+            f"{self.peak_bytes / self.in_memory_bytes:.2f} of it",
+            f"  time              model {1 - self.update_share:.0%}, update {self.update_share:.0%}, of which stalled: "
+            f"disk {self.stall_disk_share:.0%}, commit {self.stall_commit_share:.0%}; kernel {self.kernel_share:.0%}",
+            f"  limited by        {self._limit()}",
+        ]
+
+    def _traffic(self) -> str:
+        n, step = self.parameters, self.step_read_bytes + self.step_write_bytes
+        text = f"{self.step_read_bytes / n:.3f} read + {self.step_write_bytes / n:.3f} written bytes per parameter"
+        if (self.step_read_bytes, self.step_write_bytes) == (self.ledger_read_bytes, self.ledger_write_bytes):
+            return f"{text}, equal to the ledger to the byte"
+        return f"{text}, {step - self.ledger_read_bytes - self.ledger_write_bytes:+.0f} bytes against the ledger"
+
+    def _limit(self) -> str:
+        parts = {
+            f"forward and backward of the model; a faster disk would save {self.stall_disk_share:.0%}": 1
+            - self.update_share,
+            "the disk": self.stall_disk_share,
+            "commits": self.stall_commit_share,
+            "the AdamW kernel": self.kernel_share,
+        }
+        return max(parts, key=lambda name: parts[name])
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    """Return the command line's settings."""
+    parser = argparse.ArgumentParser(
+        prog="python -m nvoffload.demo",
+        description=__doc__.splitlines()[0],
+        epilog="examples:\n  python -m nvoffload.demo\n"
+        "  python -m nvoffload.demo --size 30M --steps 50 --path /mnt/ssd\n"
+        "  python -m nvoffload.demo --text book.txt letters.txt --budget 4GB\n"
+        "exit status: 0 done, 1 failed, 2 wrong usage, 130 interrupted",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--size", choices=SIZES, default="350M", help="parameters, by name (350M)")
+    parser.add_argument("--steps", type=int, default=16, help="optimizer steps (16)")
+    parser.add_argument("--batch", type=int, default=2, help="sequences per step (2)")
+    parser.add_argument("--length", type=int, default=128, help="bytes per sequence, at most 1024 (128)")
+    parser.add_argument("--lr", type=float, help="peak learning rate (0.5 / width)")
+    parser.add_argument("--path", type=Path, help="folder on a disk for the swap file (a temporary one here)")
+    parser.add_argument("--text", type=Path, nargs="+", metavar="FILE", help="what to learn (Python's own sources)")
+    parser.add_argument("--budget", help='host memory, such as "3.6GiB" (just enough)')
+    parser.add_argument(
+        "--enforce", choices=("auto", "off"), default="auto", help="hold to the budget by RLIMIT_DATA (on a CPU)"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the report's figures")
+    chosen = parser.parse_args(arguments)
+    if not (chosen.steps >= 1 and chosen.batch >= 1 and 2 <= chosen.length <= 1024):
+        parser.error("--steps and --batch must be at least 1, --length from 2 to 1024")
+    return chosen
+
+
+def read_text(files: list[Path] | None) -> Tensor:
+    """Return up to 8 MiB of bytes as uint8, from `files` or the Python standard library."""
+    chosen = files or sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    content = bytearray()
+    for path in chosen:
+        with path.open("rb") as file:
+            content += file.read(TEXT_BYTES_MAX - len(content))
+        if len(content) == TEXT_BYTES_MAX:
+            break
+    if len(content) < 4096:
+        raise NvoffloadError(f"{len(content)} bytes of text are too few; pass files with at least 4096.")
+    return torch.frombuffer(content, dtype=torch.uint8)
+
+
+def choose_dtype(device: torch.device) -> tuple[torch.dtype, str]:
+    """Return bf16 if the device computes it about as fast as fp32, and what decided.
+
+    Timed are a layer's forward and its gradient for the input: without bf16 units that one is the slowest.
+    """
+    if device.type != "cpu":
+        return torch.bfloat16, "bf16: an accelerator"
+    seconds = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        x, weight = torch.ones(64, 1024, dtype=dtype, requires_grad=True), torch.ones(1024, 1024, dtype=dtype)
+        torch.autograd.backward((x @ weight.T).sum())
+        start_s = time.perf_counter()
+        torch.autograd.backward((x @ weight.T).sum())
+        seconds[dtype] = time.perf_counter() - start_s
+    ratio = seconds[torch.bfloat16] / seconds[torch.float32]
+    if ratio > SLOWER_BY:
+        return torch.float32, f"fp32: bf16 takes {ratio:.1f} times as long on this processor"
+    return torch.bfloat16, f"bf16: it takes {ratio:.1f} times fp32's time here"
+
+
+@contextlib.contextmanager
+def memory_budget(budget_bytes: int) -> Iterator[None]:
+    """Let private memory grow by no more than what the budget leaves.
+
+    RLIMIT_DATA counts every private writable mapping, touched or not, so what the process holds can't
+    pass the budget but by pages of files (code), which the kernel can drop.
+    """
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    match = re.search(r"VmData:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    limit = (int(match[1]) * 1024 if match else 0) + budget_bytes - resident_bytes()
+    if before[1] != resource.RLIM_INFINITY:
+        limit = min(limit, before[1])
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, before)
+
+
+class Progress:
+    """Shows how far the run is: one changing line on a terminal, else a line every 10 s."""
+
+    def __init__(self, settings: argparse.Namespace) -> None:
+        self._settings = settings
+        self._start_s = time.perf_counter()
+        self._shown_s = -PROGRESS_S
+
+    def show(self, model: Any, step: int, loss: float) -> None:
+        """Show `step` steps done, the last with `loss`."""
+        passed_s = time.perf_counter() - self._start_s
+        steps, is_terminal = self._settings.steps, sys.stderr.isatty()
+        if not is_terminal and step < steps and passed_s < self._shown_s + PROGRESS_S:
+            return
+        self._shown_s = passed_s
+        stats = model.offload_stats()
+        rate = (stats.update_read_bytes + stats.update_write_bytes) / max(stats.step_s, 1e-9)
+        line = (
+            f"step {step}/{steps}  loss {loss:.3f}  "
+            f"{step * self._settings.batch * self._settings.length / passed_s:.0f} tokens/s  "
+            f"disk {rate / 1e9:.2f} GB/s in updates  stalled {stats.disk_wait_s / passed_s:.0%}"
+        )
+        end = "" if is_terminal and step < steps else "\n"
+        print(f"\r{line:<90}" if is_terminal else line, end=end, file=sys.stderr, flush=True)
+
+
+def train(model: Any, text: Tensor, settings: argparse.Namespace, device: torch.device) -> list[float]:
+    """Run the loop; return the losses. From here on it is plain PyTorch."""
+    opt = AdamW(model.parameters(), lr=settings.lr, weight_decay=0.01)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(opt, lambda step: min(1.0, (step + 1) / WARMUP_STEPS))
+    draw = torch.Generator().manual_seed(1)
+    losses: list[float] = []
+    progress = Progress(settings)
+    for step in range(settings.steps):
+        starts = torch.randint(0, len(text) - settings.length, (settings.batch,), generator=draw)
+        rows = torch.stack([text[i : i + settings.length + 1] for i in starts.tolist()]).long().to(device)
+        loss = F.cross_entropy(model(rows[:, :-1]).float().flatten(0, 1), rows[:, 1:].flatten())
+        losses.append(float(loss.detach()))
+        if not math.isfinite(losses[-1]):
+            raise NvoffloadError(f"the loss is {losses[-1]} at step {step + 1}; try a smaller --lr.")
+        torch.autograd.backward(loss)
+        del loss
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        opt.step()
+        scheduler.step()
+        opt.zero_grad()
+        progress.show(model, step + 1, losses[-1])
+    return losses
+
+
+def make_report(model: Any, settings: argparse.Namespace, losses: list[float], **known: Any) -> Report:
+    """Collect the figures of a finished run."""
+    stats, ledger = model.offload_stats(), model.offload_ledger()
+    seconds: float = known["seconds"]
+    return Report(
+        size=settings.size,
+        parameters=SIZES[settings.size].numel,
+        steps=settings.steps,
+        engine=stats.engine,
+        is_direct=stats.is_direct,
+        loss_first=losses[0],
+        loss_last=losses[-1],
+        tokens_per_s=settings.batch * settings.length * len(losses) / seconds,
+        step_read_bytes=stats.update_read_bytes / stats.steps,
+        step_write_bytes=stats.update_write_bytes / stats.steps,
+        ledger_read_bytes=ledger.read_bytes,
+        ledger_write_bytes=ledger.write_bytes,
+        fill_bytes=stats.fill_bytes,
+        manifest_bytes=stats.manifest_bytes,
+        disk_bytes_per_s=(stats.update_read_bytes + stats.update_write_bytes) / stats.step_s,
+        peak_bytes=resident_bytes("VmHWM"),
+        plan_bytes=model.offload_plan.host_bytes,
+        update_share=stats.step_s / seconds,
+        stall_disk_share=stats.disk_wait_s / seconds,
+        stall_commit_share=stats.commit_wait_s / seconds,
+        **known,
+    )
+
+
+def run(settings: argparse.Namespace, folder: Path) -> Report:
+    """Build, offload, train; return the report. Nothing stays in `folder`."""
+    begin_s = time.perf_counter()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    is_cpu = device.type == "cpu"
+    dtype, why = choose_dtype(device)
+    size = SIZES[settings.size]
+    settings.lr = settings.lr or 0.5 / size.width
+    text = read_text(settings.text)
+    base = resident_bytes()
+    activations = activation_bytes(size, settings.batch * settings.length, dtype.itemsize)
+    need = 2 * dtype.itemsize * size.numel + activations if is_cpu else 0  # parameters, gradients
+    budget = parse_size(settings.budget or base + need + ALLOWANCE_BYTES, "--budget")
+    is_held = settings.enforce == "auto" and (is_cpu or settings.budget is not None)
+    holder = "held by RLIMIT_DATA" if is_held else "not enforced"
+    print(f"{platform.machine()}, {torch.get_num_threads()} threads, {device}, {why}")
+    print(f"{settings.size}: {size.numel / 1e6:.0f} M parameters; with AdamW states {12 * size.numel / 1e9:.2f} GB")
+    print(f"host memory budget {format_bytes(budget)}, {holder}; swap file in {folder}")
+    with memory_budget(budget) if is_held else contextlib.nullcontext():
+        torch.manual_seed(0)
+        with device:
+            model = ByteTransformer(size).to(dtype)
+        offloaded: Any = offload(model, param_offload="none", optimizer_offload="nvme", nvme_path=folder, keep="never")
+        with offloaded:
+            print("\n".join(offloaded.offload_plan.lines()))
+            print(f"  {'activations':<18}{format_bytes(activations):>12}  this demo's estimate, on top", flush=True)
+            start_s = time.perf_counter()
+            losses = train(model, text, settings, device)
+            end_s = time.perf_counter()
+            return make_report(
+                offloaded,
+                settings,
+                losses,
+                device=str(device),
+                dtype=str(dtype).removeprefix("torch."),
+                seconds=end_s - start_s,
+                total_seconds=end_s - begin_s,
+                activation_bytes=activations if is_cpu else 0,
+                budget_bytes=budget,
+                enforced_by=holder,
+                in_memory_bytes=base + 16 * size.numel + activation_bytes(size, settings.batch * settings.length, 4),
+            )
+
+
+def interrupt_once(number: int, _frame: object) -> None:
+    """Signal handler: stop; what comes again while the files are being removed is ignored."""
+    for other in SIGNALS:
+        signal.signal(other, signal.SIG_IGN)
+    raise KeyboardInterrupt(number)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the demo; return its exit status."""
+    settings = parse(arguments)
+    for number in SIGNALS:
+        signal.signal(number, interrupt_once)
+    try:
+        with contextlib.ExitStack() as stack:
+            temporary = tempfile.TemporaryDirectory(prefix=".nvoffload-demo-", dir=".") if not settings.path else None
+            report = run(settings, Path(stack.enter_context(temporary)) if temporary else settings.path)
+        print("\n".join(report.lines()))
+        if settings.json:
+            settings.json.write_text(json.dumps(asdict(report), indent=1) + "\n")
+    except KeyboardInterrupt as stop:
+        print("\ninterrupted; the swap file is removed.", file=sys.stderr)
+        return 128 + int(stop.args[0] if stop.args else signal.SIGINT)
+    except MachineError as error:
+        print(f"\n{error} If the budget is too tight, raise --budget.", file=sys.stderr)
+        return 1
+    except (NvoffloadError, OSError) as error:
+        print(f"\n{error}", file=sys.stderr)
+        return 1
+    except (MemoryError, RuntimeError) as error:
+        if not isinstance(error, MemoryError) and not re.search("memory|alloc|thread", str(error)):
+            raise
+        print(f"\nout of memory: {error}\nRaise --budget or choose a smaller --size.", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
