@@ -54,6 +54,8 @@ static void absorb(const nvo_work *work, parts *at, int64_t end)
     const nvo_tile *tile = work->tile;
     int64_t start = at->absorbed, item = tile->item_bytes;
     int is_last = end == tile->numel;
+    if (start == tile->numel)
+        return; /* the last segment ended with the tile: its padding is in already */
     if (tile->param) {
         int64_t stop = is_last ? tile->fetched_bytes : end * item;
         at->fetched_crc = nvo_crc32c(at->fetched_crc, at->fetched + start * item, stop - start * item);

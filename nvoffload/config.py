@@ -67,6 +67,18 @@ def check_choice(field: str, value: object, known: Iterable[object]) -> None:
         raise ConfigError(f"{field}={value!r} is unknown; it is one of {listed}.{hint}")
 
 
+def _is_count(value: object, *, least: int, most: int = 1 << 20) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+
+
+def _one_path(value: Any) -> Path:
+    if isinstance(value, str | os.PathLike):
+        if not os.fspath(value):
+            raise ConfigError("nvme_path is empty; is an environment variable unset? Pass a folder on a disk.")
+        return Path(value)
+    raise ConfigError(f"nvme_path={value!r}: several folders are not supported yet; pass one path.")
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Io:
     """How bytes move. `block_size` is the most one request moves; `queue_depth` requests fly at once.
@@ -186,10 +198,6 @@ class OffloadConfig:
         return cls(**values)
 
 
-def _is_count(value: object, *, least: int, most: int = 1 << 20) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
-
-
 def _check_keys(what: str, given: Mapping[str, Any], known: type) -> None:
     names = [f.name for f in fields(known)]
     for key in given:
@@ -217,11 +225,3 @@ def resolve(config: OffloadConfig | Mapping[str, Any] | PathLike | None, **given
     if isinstance(config, OffloadConfig):
         return replace(config, **arguments)
     return OffloadConfig.from_dict({**config, **arguments})
-
-
-def _one_path(value: Any) -> Path:
-    if isinstance(value, str | os.PathLike):
-        if not os.fspath(value):
-            raise ConfigError("nvme_path is empty; is an environment variable unset? Pass a folder on a disk.")
-        return Path(value)
-    raise ConfigError(f"nvme_path={value!r}: several folders are not supported yet; pass one path.")

@@ -129,7 +129,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--size", choices=SIZES, default="350M", help="parameters, by name (350M)")
-    parser.add_argument("--steps", type=int, default=16, help="optimizer steps (16)")
+    parser.add_argument("--steps", type=int, default=10, help="optimizer steps (10)")
     parser.add_argument("--batch", type=int, default=2, help="sequences per step (2)")
     parser.add_argument("--length", type=int, default=128, help="bytes per sequence, at most 1024 (128)")
     parser.add_argument("--lr", type=float, help="peak learning rate (0.5 / width)")

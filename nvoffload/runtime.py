@@ -317,8 +317,9 @@ class Session:
             return
         self._is_open = False
         disown(self)
-        wants = self.config.keep == "always" or (self.config.keep == "on_error" and (self._has_failed or not is_clean))
-        if wants and self._committer is not None and not self._has_failed:
+        has_failed = self._error is not None or (self._committer is not None and self._committer.error is not None)
+        wants = self.config.keep == "always" or (self.config.keep == "on_error" and (has_failed or not is_clean))
+        if wants and self._committer is not None and not has_failed:
             try:
                 self._committer.close_generation()
                 self._committer.wait(COMMIT_TIMEOUT_S)
