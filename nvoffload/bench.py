@@ -382,12 +382,10 @@ def main(arguments: list[str] | None = None) -> int:
         signal.signal(number, interrupt_once)
     try:
         figures = run(settings)
-        if settings.json == "-":
-            print(json.dumps(figures, indent=1))
-        else:
-            print(table(figures))
-            if settings.json:
-                Path(settings.json).write_text(json.dumps(figures, indent=1) + "\n")
+        text = json.dumps(figures, indent=1)
+        print(text if settings.json == "-" else table(figures))
+        if settings.json not in (None, "-"):
+            Path(settings.json).write_text(text + "\n")
     except KeyboardInterrupt as stop:
         say("interrupted; the file is removed.")
         return 128 + int(stop.args[0] if stop.args else signal.SIGINT)
