@@ -84,8 +84,8 @@ class Result:
     def line(self) -> str:
         """Return the row for people."""
         how = "cached: not the disk's speed" if self.is_cached else "direct"
-        rate = f"{self.median_bytes_per_second / 1e9:.2f} GB/s"
-        return f"{self.name:<26}{rate:>12}{self.spread:>9.0%}{self.cpu_seconds_per_gb:>12.3f}   {how}"
+        rate = self.median_bytes_per_second / 1e9
+        return f"{self.name:<26}{rate:>7.2f} GB/s{self.spread:>9.0%}{self.cpu_seconds_per_gb:>12.3f}   {how}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,43 +115,42 @@ class Field:
 
     def fill(self) -> None:
         """Write every piece once: first writes onto preallocated extents are slower than later ones."""
-        row = Row("fill", (Op.WRITE,))
-        with self._pending(row) as pending:
+        with self._pending() as pending:
             for piece in range(len(self._disk)):
                 if len(pending) == self._num_flights:
-                    self._land(row, pending)
+                    self._land(pending)
                 lease = self._pools[True].acquire(self._piece_bytes)
                 with lease.view() as view:
                     self._memory[lease.address] = self._randomize(view)
                 pending.append(self._submit(Op.WRITE, piece, lease))
             while pending:
-                self._land(row, pending)
+                self._land(pending)
 
     def measure(self, row: Row, seconds: float) -> Sample:
         """Move pieces for `seconds`, all buffers in flight; raise CorruptionError if the last one differs."""
         start_s, start_cpu_s = time.perf_counter(), time.process_time()
-        with self._pending(row) as pending:
+        with self._pending() as pending:
             for count, (op, piece) in enumerate(self._walk(row.ops)):
                 if count and time.perf_counter() - start_s >= seconds:
                     break
                 if len(pending) == self._num_flights:
-                    self._land(row, pending)
+                    self._land(pending, row.is_swap)
                 pending.append(self._start(row, op, piece))
             while pending:
-                last = self._land(row, pending)
+                last = self._land(pending, row.is_swap)
         end_s, end_cpu_s = time.perf_counter(), time.process_time()
         self._check(row, last)
         return Sample(count * self._piece_bytes, end_s - start_s, end_cpu_s - start_cpu_s)
 
     @contextlib.contextmanager
-    def _pending(self, row: Row) -> Iterator[deque[Flight]]:
+    def _pending(self) -> Iterator[deque[Flight]]:
         """Give back the leases of what an error leaves in flight: the arena outlives the engine."""
         pending: deque[Flight] = deque()
         try:
             yield pending
         finally:
             for flight in pending:
-                self._pools[row.is_huge].release(flight.lease)
+                flight.lease.pool.release(flight.lease)
 
     def _walk(self, ops: tuple[Op, ...]) -> Iterator[tuple[Op, int]]:
         """Yield pieces in order, for ever; each op keeps to its own part of the file."""
@@ -178,13 +177,13 @@ class Field:
         transfer = self._engine.submit(self._file.fd, op, lease.address, offset, self._piece_bytes, path=path)
         return Flight(transfer, lease, op, piece)
 
-    def _land(self, row: Row, pending: deque[Flight]) -> Flight:
+    def _land(self, pending: deque[Flight], is_swap: bool = False) -> Flight:
         """Wait for the oldest, copy what it brought if it is a swap in, give its lease back."""
         flight = pending[0]
         flight.transfer.wait()
         if flight.op == Op.READ:
             self._memory[flight.lease.address] = self._disk[flight.piece]
-            if row.is_swap:
+            if is_swap:
                 slot = flight.piece % self._num_flights
                 with flight.lease.view() as view:
                     self._ordinary[slot][:] = view
@@ -235,23 +234,17 @@ def machine_facts() -> dict[str, Any]:
 
 def disk_facts(folder: Path) -> dict[str, Any]:
     """Return the filesystem and, where the kernel tells, the block device."""
-    free = os.statvfs(folder)
+    space, number = os.statvfs(folder), os.stat(folder).st_dev
+    node = Path(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}").resolve()
     facts: dict[str, Any] = {
         "path": str(folder),
         "filesystem": filesystem_of(folder),
-        "free_bytes": free.f_bavail * free.f_frsize,
+        "free_bytes": space.f_bavail * space.f_frsize,
+        "device": node.name if node.exists() else None,
     }
-    device = os.stat(folder).st_dev
-    node = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}")
-    for key, names in {
-        "model": ("device/model", "../device/model"),
-        "scheduler": ("queue/scheduler", "../queue/scheduler"),
-        "physical_block_bytes": ("queue/physical_block_size", "../queue/physical_block_size"),
-        "rotational": ("queue/rotational", "../queue/rotational"),
-    }.items():
-        text = next((path.read_text().strip() for name in names if (path := node.resolve() / name).exists()), None)
-        facts[key] = int(text) if text is not None and text.isdigit() else text
-    facts["device"] = node.resolve().name if node.exists() else None
+    for name in ("device/model", "queue/scheduler", "queue/physical_block_size", "queue/rotational"):
+        files = [file for file in (node / name, node.parent / name) if file.exists()]  # a disk, or a partition's
+        facts[name.partition("/")[2]] = files[0].read_text().strip() if files else None
     return facts
 
 
@@ -281,11 +274,10 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 def choose_geometry(folder: Path, size: str | None, io: Io) -> tuple[int, int, int]:
     """Return bytes per piece, pieces in the file, and buffers: a full queue, twice."""
-    free = os.statvfs(folder)
-    wanted = parse_size(size, "--size") if size else min(SIZE_BYTES_MAX, free.f_bavail * free.f_frsize // 20)
-    least = 4 * io.block_bytes
-    if wanted < least:
-        raise ConfigError(f"--size is {wanted} bytes; four blocks of {io.block_bytes} are the least: {least}.")
+    space = os.statvfs(folder)
+    wanted = parse_size(size, "--size") if size else min(SIZE_BYTES_MAX, space.f_bavail * space.f_frsize // 20)
+    if wanted < 4 * io.block_bytes:
+        raise ConfigError(f"--size is {wanted} bytes; the least is four blocks: {4 * io.block_bytes}.")
     blocks_per_piece = max(1, min(PIECE_BYTES_MAX, wanted // 8) // io.block_bytes)
     piece_bytes = blocks_per_piece * io.block_bytes
     num_pieces = wanted // piece_bytes
@@ -298,9 +290,8 @@ def run(settings: argparse.Namespace) -> dict[str, Any]:
     io = Io(engine=settings.engine, block_size=settings.block_size, queue_depth=settings.queue_depth)
     folder = check_folder(settings.folder)
     piece_bytes, num_pieces, count = choose_geometry(folder, settings.size, io)
-    size_bytes = piece_bytes * num_pieces
+    size_bytes, disk = piece_bytes * num_pieces, disk_facts(folder)
     check_space(folder, size_bytes, "the benchmark's file")
-    disk = disk_facts(folder)
     timed_s = settings.repeats * settings.seconds * sum(row.ops.count(Op.WRITE) / len(row.ops) for row in ROWS)
     say(
         f"writing {size_bytes} bytes ({format_bytes(size_bytes)}) in {folder}, then rewriting them "
@@ -370,26 +361,34 @@ def say(line: str) -> None:
 
 def interrupt_once(number: int, _frame: object) -> None:
     """Signal handler: stop; what comes again while the files are being removed is ignored."""
-    for other in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(other, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     raise KeyboardInterrupt(number)
+
+
+def interrupt_behind(error: BaseException | None) -> BaseException | None:
+    """Return the interrupt during whose handling `error` came up, itself included, or None."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__context__
+    return error
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; return its exit status."""
     settings = parse(arguments)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, interrupt_once)
+    signal.signal(signal.SIGINT, interrupt_once)
+    signal.signal(signal.SIGTERM, interrupt_once)
     try:
         figures = run(settings)
         text = json.dumps(figures, indent=1)
         print(text if settings.json == "-" else table(figures))
         if settings.json not in (None, "-"):
             Path(settings.json).write_text(text + "\n")
-    except KeyboardInterrupt as stop:
-        say("interrupted; the file is removed.")
-        return 128 + int(stop.args[0] if stop.args else signal.SIGINT)
-    except (NvoffloadError, OSError) as error:
+    except (KeyboardInterrupt, NvoffloadError, OSError) as error:
+        stop = interrupt_behind(error)
+        if stop is not None:
+            say("interrupted; the file is removed.")
+            return 128 + int(stop.args[0])
         say(str(error))
         return 2 if isinstance(error, ConfigError) else 3 if isinstance(error, MachineError) else 1
     return 0

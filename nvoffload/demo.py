@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from nvoffload.config import format_bytes, parse_size
-from nvoffload.demo_model import SIZES, ByteTransformer, activation_bytes
+from nvoffload.demo_model import SIZES, ByteTransformer, Size, activation_bytes
 from nvoffload.errors import MachineError, NvoffloadError
 from nvoffload.offload import offload
 from nvoffload.optim import AdamW
@@ -36,7 +36,6 @@ WARMUP_STEPS = 3
 SLOWER_BY = 1.5  # bf16 counts as usable if it is at most this much slower than fp32
 ALLOWANCE_BYTES = 320 << 20  # of the default budget, for the buffer pool (128 MiB), stacks and pages of torch
 PROGRESS_S = 10.0  # between lines where stderr is no terminal
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,7 +131,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=10, help="optimizer steps (10)")
     parser.add_argument("--batch", type=int, default=2, help="sequences per step (2)")
     parser.add_argument("--length", type=int, default=128, help="bytes per sequence, at most 1024 (128)")
-    parser.add_argument("--lr", type=float, help="peak learning rate (0.5 / width)")
+    parser.add_argument("--lr", type=float, help="peak learning rate (1 / width / blocks)")
     parser.add_argument("--path", type=Path, help="folder on a disk for the swap file (a temporary one here)")
     parser.add_argument("--text", type=Path, nargs="+", metavar="FILE", help="what to learn (Python's own sources)")
     parser.add_argument("--budget", help='host memory, such as "3.6GiB" (just enough)')
@@ -178,6 +177,16 @@ def choose_dtype(device: torch.device) -> tuple[torch.dtype, str]:
     if ratio > SLOWER_BY:
         return torch.float32, f"fp32: bf16 takes {ratio:.1f} times as long on this processor"
     return torch.bfloat16, f"bf16: it takes {ratio:.1f} times fp32's time here"
+
+
+def warm_up() -> None:
+    """Train a tiny model for one step: what torch loads for that then stands in the plan as resident."""
+    model = ByteTransformer(Size(64, 1))
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    torch.autograd.backward(model(torch.zeros(2, 64, dtype=torch.long)).sum())
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    opt.step()
+    opt.zero_grad()
 
 
 @contextlib.contextmanager
@@ -231,6 +240,8 @@ def train(model: Any, text: Tensor, settings: argparse.Namespace, device: torch.
     scheduler = torch.optim.lr_scheduler.LambdaLR(opt, lambda step: min(1.0, (step + 1) / WARMUP_STEPS))
     draw = torch.Generator().manual_seed(1)
     losses: list[float] = []
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(hear_signals)
     progress = Progress(settings)
     for step in range(settings.steps):
         starts = torch.randint(0, len(text) - settings.length, (settings.batch,), generator=draw)
@@ -285,8 +296,9 @@ def run(settings: argparse.Namespace, folder: Path) -> Report:
     is_cpu = device.type == "cpu"
     dtype, why = choose_dtype(device)
     size = SIZES[settings.size]
-    settings.lr = settings.lr or 0.5 / size.width
+    settings.lr = settings.lr or 1 / (size.width * size.num_blocks)
     text = read_text(settings.text)
+    warm_up()
     base = resident_bytes()
     activations = activation_bytes(size, settings.batch * settings.length, dtype.itemsize)
     need = 2 * dtype.itemsize * size.numel + activations if is_cpu else 0  # parameters, gradients
@@ -322,18 +334,40 @@ def run(settings: argparse.Namespace, folder: Path) -> Report:
             )
 
 
+def hear_signals(_param: Tensor) -> None:
+    """Run as Python within a backward, which else would keep Ctrl-C waiting to its end."""
+
+
 def interrupt_once(number: int, _frame: object) -> None:
     """Signal handler: stop; what comes again while the files are being removed is ignored."""
-    for other in SIGNALS:
-        signal.signal(other, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     raise KeyboardInterrupt(number)
+
+
+def interrupt_behind(error: BaseException | None) -> BaseException | None:
+    """Return the interrupt during whose handling `error` came up, itself included, or None."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__context__
+    return error
+
+
+def explain(error: BaseException) -> str:
+    """Return what a user should read about `error`; raise it if it is a bug."""
+    if isinstance(error, MachineError):
+        return f"{error} If the budget is too tight, raise --budget."
+    if isinstance(error, (NvoffloadError, OSError)):
+        return str(error)
+    if isinstance(error, MemoryError) or re.search("memory|alloc|thread", str(error)):
+        return f"out of memory: {error}\nRaise --budget or choose a smaller --size."
+    raise error
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the demo; return its exit status."""
     settings = parse(arguments)
-    for number in SIGNALS:
-        signal.signal(number, interrupt_once)
+    signal.signal(signal.SIGINT, interrupt_once)
+    signal.signal(signal.SIGTERM, interrupt_once)
     try:
         with contextlib.ExitStack() as stack:
             temporary = tempfile.TemporaryDirectory(prefix=".nvoffload-demo-", dir=".") if not settings.path else None
@@ -341,20 +375,11 @@ def main(arguments: list[str] | None = None) -> int:
         print("\n".join(report.lines()))
         if settings.json:
             settings.json.write_text(json.dumps(asdict(report), indent=1) + "\n")
-    except KeyboardInterrupt as stop:
-        print("\ninterrupted; the swap file is removed.", file=sys.stderr)
-        return 128 + int(stop.args[0] if stop.args else signal.SIGINT)
-    except MachineError as error:
-        print(f"\n{error} If the budget is too tight, raise --budget.", file=sys.stderr)
-        return 1
-    except (NvoffloadError, OSError) as error:
-        print(f"\n{error}", file=sys.stderr)
-        return 1
-    except (MemoryError, RuntimeError) as error:
-        if not isinstance(error, MemoryError) and not re.search("memory|alloc|thread", str(error)):
-            raise
-        print(f"\nout of memory: {error}\nRaise --budget or choose a smaller --size.", file=sys.stderr)
-        return 1
+    except (KeyboardInterrupt, OSError, MemoryError, RuntimeError) as error:
+        stop = interrupt_behind(error)
+        text = explain(error) if stop is None else "interrupted; the swap file is removed."
+        print(f"\n{text}", file=sys.stderr)
+        return 1 if stop is None else 128 + int(stop.args[0])
     return 0
 
 

@@ -18,8 +18,8 @@ class Size:
 
     @property
     def numel(self) -> int:
-        """Parameters: 12 width^2 + 8 width a block, embedding, positions, final norm."""
-        return self.num_blocks * (12 * self.width**2 + 8 * self.width) + (VOCABULARY + 1024 + 2) * self.width
+        """Parameters: 12 width^2 + 8 width a block, embedding, positions, final norm, head."""
+        return self.num_blocks * (12 * self.width**2 + 8 * self.width) + (2 * VOCABULARY + 1024 + 2) * self.width
 
 
 SIZES = {
@@ -54,7 +54,7 @@ class Block(nn.Module):
 
 
 class ByteTransformer(nn.Module):
-    """Bytes in, logits of the next byte out; the head is tied to the embedding."""
+    """Bytes in, logits of the next byte out."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()
@@ -62,16 +62,20 @@ class ByteTransformer(nn.Module):
         self.positions = nn.Embedding(1024, size.width)
         self.blocks = nn.ModuleList(Block(size.width) for _ in range(size.num_blocks))
         self.norm = nn.LayerNorm(size.width)
-        for parameter in self.parameters():
+        self.head = nn.Linear(size.width, VOCABULARY, bias=False)
+        for name, parameter in self.named_parameters():
             if parameter.ndim > 1:
-                nn.init.normal_(parameter, std=0.02)
+                is_last = name.endswith(("out.weight", "down.weight"))  # what a block adds to the residual
+                nn.init.normal_(parameter, std=0.02 / (2 * size.num_blocks) ** 0.5 if is_last else 0.02)
 
     def forward(self, ids: Tensor) -> Tensor:
         """Map int64 (batch, length) to logits (batch, length, 256)."""
         x = self.embed(ids) + self.positions(torch.arange(ids.shape[1], device=ids.device))
+        x = x * x.shape[-1] ** 0.5  # so that the first updates of the blocks don't drown it
         for block in self.blocks:
             x = block(x)
-        return F.linear(self.norm(x), self.embed.weight)
+        logits: Tensor = self.head(self.norm(x))
+        return logits
 
 
 def activation_bytes(size: Size, tokens: int, item_bytes: int) -> int:

@@ -20,6 +20,7 @@ from torch import nn
 
 from nvoffload import native
 from nvoffload.buffers import Pool
+from nvoffload.commit import Committer, committer_of
 from nvoffload.config import OffloadConfig
 from nvoffload.device import Device
 from nvoffload.errors import NvoffloadError, StorageError, UsageError
@@ -28,7 +29,7 @@ from nvoffload.layout import BUFFER_BYTES_PER_ELEMENT, Layout
 from nvoffload.ledger import NUM_ADAMW_WORDS, Traffic, update_traffic
 from nvoffload.parameter import disown
 from nvoffload.store import Run, Store, create_store
-from nvoffload.update import Committer, Group, Mover, Tiles, Work, committer_of, fill_params, group_array
+from nvoffload.update import Group, Mover, Tiles, Work, fill_params, group_array
 
 log = logging.getLogger("nvoffload")
 COMMIT_TIMEOUT_S = 600.0

@@ -1,12 +1,11 @@
-"""Updates: jobs for the mover, generations, and the thread that commits them.
+"""Updates: jobs for the mover, the arrays they need, and what went wrong with them.
 
-Decides what is updated in which generation; registers no hooks, holds no tensors.
+Registers no hooks, holds no tensors.
 """
 
 import errno
-import threading
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +14,7 @@ from nvoffload.buffers import Arena, Pool
 from nvoffload.errors import CorruptionError, MachineError, NvoffloadError, StorageError
 from nvoffload.io.engine import Engine, storage_error
 from nvoffload.layout import Layout
-from nvoffload.store import Run, StateZone, Store
+from nvoffload.store import StateZone, Store
 
 DTYPES = {"float32": "NVO_F32", "bfloat16": "NVO_BF16"}
 _PARTS = ("fetched part", "remainder", "state")
@@ -279,131 +278,3 @@ def group_array(groups: Sequence[Group]) -> Any:
     """Return an nvo_group array."""
     fields = [(g.lr, g.beta1, g.beta2, g.eps, g.weight_decay) for g in groups]
     return native.ffi.new("nvo_group[]", fields or 1)
-
-
-class Committer:
-    """Opens and closes the generations of a run; its thread writes their manifests.
-
-    A generation opens with the first step after the last close and closes at the next forward with
-    gradients, at a second step of the same optimizer, at flush or at close. Writes of g+1 wait for
-    the manifest of g (in the mover); the first step asks for that of generation 0, the fill.
-    """
-
-    def __init__(self, run: Run) -> None:
-        self._run = run
-        self._movers: list[Mover] = []
-        self._stepped: set[Hashable] = set()
-        self._closed = -1  # newest generation handed to the thread
-        self._queue: list[tuple[int, dict[str, Any]]] = []
-        self._error: NvoffloadError | None = None
-        self._changed = threading.Condition()
-        self._is_stopping = False
-        self._thread = threading.Thread(target=self._work, name="nvoffload-commit", daemon=True)
-        self._thread.start()
-
-    @property
-    def step(self) -> int:
-        """Number of closed generations after the fill."""
-        return max(0, self._closed)
-
-    def join(self, mover: Mover) -> None:
-        """Let `mover` know of commits from now on."""
-        with self._changed:
-            self._movers.append(mover)
-            mover.commit(max(0, self._run.committed))
-
-    def leave(self, mover: Mover) -> None:
-        """Forget a mover; the last one stops the thread."""
-        with self._changed:
-            self._movers.remove(mover)
-            self._is_stopping = not self._movers
-            self._changed.notify_all()
-        if self._is_stopping and self._thread.is_alive():
-            self._thread.join(timeout=60)
-            _committers.pop(self._run.folder.run_id, None)
-
-    @property
-    def error(self) -> NvoffloadError | None:
-        """The first error; nothing is committed after it."""
-        return self._error
-
-    def poison(self, error: NvoffloadError) -> None:
-        """Never hand over the open generation: a step of it failed half way."""
-        with self._changed:
-            self._stepped.clear()
-            self._error = self._error or error
-            self._changed.notify_all()
-
-    def begin(self, optimizer: Hashable) -> int:
-        """Return the generation that a step of `optimizer` belongs to."""
-        self.check()
-        if self._closed < 0:
-            self._hand_over(0)
-        if optimizer in self._stepped:
-            self.close_generation()
-        self._stepped.add(optimizer)
-        return self._closed + 1
-
-    def close_generation(self) -> None:
-        """End the open generation, if a step was made in it, and have it committed."""
-        self.check()
-        if self._stepped:
-            self._stepped.clear()
-            self._hand_over(self._closed + 1)
-
-    def _hand_over(self, generation: int) -> None:
-        with self._changed:
-            self._queue.append((generation, self._run.snapshot()))
-            self._closed = generation
-            self._changed.notify_all()
-
-    def wait(self, timeout_s: float) -> None:
-        """Return once every closed generation is committed; raise what went wrong."""
-        with self._changed:
-            done = self._changed.wait_for(lambda: self._error or self._run.committed >= self._closed, timeout_s)
-        self.check()
-        if not done:
-            raise StorageError(f"generation {self._closed} was not committed within {timeout_s:g} s.")
-
-    def check(self) -> None:
-        """Raise the first error of the thread, if there is one."""
-        if self._error is not None:
-            raise self._error
-
-    def _work(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._queue or self._is_stopping)
-                if not self._queue:
-                    return
-                generation, body = self._queue.pop(0)
-            try:
-                self._run.commit(generation, body)
-            except (NvoffloadError, OSError, ValueError) as error:
-                self._give_up(generation, error)
-                return
-            with self._changed:
-                for mover in self._movers:
-                    mover.commit(generation)
-                self._changed.notify_all()
-
-    def _give_up(self, generation: int, error: Exception) -> None:
-        text = f"committing generation {generation} failed: {error} The last committed one stays valid."
-        code = getattr(error, "errno", None) or errno.EIO
-        with self._changed:
-            self._error = StorageError(text, errno=code, path=str(self._run.folder.path))
-            for mover in self._movers:
-                mover.fail(-code)
-            self._changed.notify_all()
-
-
-_committers: dict[str, Committer] = {}
-_committers_lock = threading.Lock()
-
-
-def committer_of(run: Run) -> Committer:
-    """Return the run's committer; there is one per run."""
-    with _committers_lock:
-        if run.folder.run_id not in _committers:
-            _committers[run.folder.run_id] = Committer(run)
-        return _committers[run.folder.run_id]
