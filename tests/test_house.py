@@ -22,7 +22,8 @@ LINE = [
     "native", "buffers", "io", "io.ring", "io.bridge", "io.portable", "io.engine", "io.sim",
     "swapfile", "manifest", "store",
     "shims", "device",
-    "partition", "parameter", "update", "runtime", "plan",
+    "partition", "parameter", "update",
+    "commit", "runtime", "plan",
     "optim", "offload",
     "__init__", "demo_model", "demo", "bench", "__main__",
 ]
