@@ -115,6 +115,9 @@ class Field:
 
     def fill(self) -> None:
         """Write every piece once: first writes onto preallocated extents are slower than later ones."""
+        with contextlib.ExitStack() as stack:  # pages that no row should have to fault in
+            for _ in range(self._num_flights):
+                self._randomize(stack.enter_context(self._pools[False].acquire(self._piece_bytes)).view())
         with self._pending() as pending:
             for piece in range(len(self._disk)):
                 if len(pending) == self._num_flights:
@@ -173,9 +176,8 @@ class Field:
     def _submit(self, op: Op, piece: int, lease: Lease) -> Flight:
         if op == Op.WRITE:
             self._disk[piece] = self._memory[lease.address]
-        offset, path = piece * self._piece_bytes, str(self._file.path)
-        transfer = self._engine.submit(self._file.fd, op, lease.address, offset, self._piece_bytes, path=path)
-        return Flight(transfer, lease, op, piece)
+        place = (lease.address, piece * self._piece_bytes, self._piece_bytes)
+        return Flight(self._engine.submit(self._file.fd, op, *place, path=str(self._file.path)), lease, op, piece)
 
     def _land(self, pending: deque[Flight], is_swap: bool = False) -> Flight:
         """Wait for the oldest, copy what it brought if it is a swap in, give its lease back."""
@@ -361,8 +363,8 @@ def say(line: str) -> None:
 
 def interrupt_once(number: int, _frame: object) -> None:
     """Signal handler: stop; what comes again while the files are being removed is ignored."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for other in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(other, signal.SIG_IGN)
     raise KeyboardInterrupt(number)
 
 
@@ -376,8 +378,8 @@ def interrupt_behind(error: BaseException | None) -> BaseException | None:
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; return its exit status."""
     settings = parse(arguments)
-    signal.signal(signal.SIGINT, interrupt_once)
-    signal.signal(signal.SIGTERM, interrupt_once)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, interrupt_once)
     try:
         figures = run(settings)
         text = json.dumps(figures, indent=1)
