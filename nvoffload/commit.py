@@ -33,11 +33,6 @@ class Committer:
         self._thread = threading.Thread(target=self._work, name="nvoffload-commit", daemon=True)
         self._thread.start()
 
-    @property
-    def step(self) -> int:
-        """Number of closed generations after the fill."""
-        return max(0, self._closed)
-
     def join(self, mover: Mover) -> None:
         """Let `mover` know of commits from now on."""
         with self._changed:
@@ -50,7 +45,7 @@ class Committer:
             self._movers.remove(mover)
             self._is_stopping = not self._movers
             self._changed.notify_all()
-        if self._is_stopping and self._thread.is_alive():
+        if self._is_stopping:
             self._thread.join(timeout=60)
             _committers.pop(self._run.folder.run_id, None)
 

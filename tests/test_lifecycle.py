@@ -16,13 +16,12 @@ from typing import Any
 import models
 import pytest
 import torch
+from stores import committed_steps
 from torch import nn
 
 import nvoffload as nvo
 from nvoffload import runtime
 from nvoffload.io.sim import Sim, open_sim_engine
-from nvoffload.store import read_newest
-from nvoffload.swapfile import find_runs
 
 pytestmark = pytest.mark.timeout(60)
 REPO = Path(__file__).parent.parent
@@ -100,16 +99,6 @@ def tiny_alone(steps: int, seed: int = 0) -> list[torch.Tensor]:
 
 def tree(folder: Path) -> list[str]:
     return sorted(str(p.relative_to(folder)) for p in folder.rglob("*"))
-
-
-def committed_steps(swap: Path) -> list[int]:
-    """The newest committed step of every run in the folder, -1 for none."""
-    found = []
-    for run in find_runs(swap):
-        manifest = read_newest(run)
-        found.append(manifest.generation.step if manifest else -1)
-        run.close()
-    return found
 
 
 def test_a_script_that_never_closes_leaves_nothing(swap: Path) -> None:
