@@ -178,11 +178,24 @@ static void settle_nans(const nvo_span *on)
 #define NVO_TARGET __attribute__((target("avx2")))
 #define NVO_LEVEL(name) name##_avx2
 #include "adam_body.h"
+
+/* Full width: the loops wait for memory, not for the clock. */
+#if defined(__clang__)
+#define NVO_TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl")))
+#else
+#define NVO_TARGET \
+    __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,prefer-vector-width=512")))
+#endif
+#define NVO_LEVEL(name) name##_avx512
+#include "adam_body.h"
 #endif
 
 int nvo_simd_best(void)
 {
 #if defined(__x86_64__)
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw")
+        && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
+        return NVO_SIMD_AVX512;
     if (__builtin_cpu_supports("avx2"))
         return NVO_SIMD_AVX2;
 #endif
@@ -208,6 +221,10 @@ int nvo_adamw_update(int simd, const nvo_adamw *adamw, const nvo_span *span)
     if (code != 0)
         return code;
 #if defined(__x86_64__)
+    if (simd == NVO_SIMD_AVX512) {
+        update_avx512(&how, span);
+        return 0;
+    }
     if (simd == NVO_SIMD_AVX2) {
         update_avx2(&how, span);
         return 0;
@@ -225,6 +242,10 @@ int nvo_adamw_stream(int simd, uint32_t flip, const nvo_span *span)
     if (code != 0)
         return code;
 #if defined(__x86_64__)
+    if (simd == NVO_SIMD_AVX512) {
+        stream_avx512(&how, span);
+        return 0;
+    }
     if (simd == NVO_SIMD_AVX2) {
         stream_avx2(&how, span);
         return 0;

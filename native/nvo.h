@@ -26,7 +26,7 @@ uint32_t nvo_crc32c_soft(uint32_t crc, const void *bytes, int64_t nbytes);
 /* ---- AdamW (adam.c) ------------------------------------------------------ */
 
 enum nvo_dtype { NVO_F32 = 0, NVO_BF16 = 1, NVO_RAW = 2 };
-enum nvo_simd { NVO_SIMD_SCALAR = 0, NVO_SIMD_AVX2 = 1 };
+enum nvo_simd { NVO_SIMD_SCALAR = 0, NVO_SIMD_AVX2 = 1, NVO_SIMD_AVX512 = 2 };
 
 /* Hyper-parameters of one param group at one step. */
 typedef struct nvo_group {
