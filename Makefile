@@ -26,7 +26,7 @@ DEV_DONE := $(VENV)/.nvoffload-dev
 .PHONY: help demo test build env lint format bench clean
 
 help:
-	@echo 'make demo    train a small transformer whose AdamW states live in swap files'
+	@echo 'make demo    train a small transformer whose parameters and AdamW states live in swap files'
 	@echo '             DEMO_ARGS="--size 10M --steps 20 --path /mnt/ssd"'
 	@echo 'make test    run the tests                  TEST_ARGS="-k kernel -x"'
 	@echo 'make bench   measure a folder'"'"'s disk        BENCH_DIR=/mnt/ssd BENCH_ARGS=--json'

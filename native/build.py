@@ -22,6 +22,9 @@ SOURCES = [
     "pool",
     "tile",
     "mover",
+    "visit",
+    "land",
+    "poison",
     "simdev",
 ]
 # Without -Wpedantic, which the code that cffi generates does not pass; .ci/run adds it for ours.
@@ -41,7 +44,7 @@ ffibuilder.set_source(
     "nvoffload._native",
     '#include "nvo.h"',
     sources=[f"native/{name}.c" for name in SOURCES],
-    depends=["native/nvo.h", "native/engine.h", "native/adam_body.h", "native/build.py"],
+    depends=["native/nvo.h", "native/engine.h", "native/mover.h", "native/adam_body.h", "native/build.py"],
     include_dirs=["native"],
     libraries=["m", "dl"],
     extra_compile_args=[*FLAGS, *WARNINGS, *os.environ.get("NVO_CFLAGS", "").split()],

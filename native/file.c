@@ -1,9 +1,10 @@
-/* What Python's os module lacks about files. */
+/* What Python's os module lacks about files and memory. */
 #define _GNU_SOURCE
 #include "nvo.h"
 
 #include <errno.h>
 #include <fcntl.h>
+#include <malloc.h>
 #include <stdlib.h>
 #include <sys/mman.h>
 #include <unistd.h>
@@ -27,4 +28,11 @@ int nvo_is_cached(int fd, int64_t offset)
     int code = mincore(page, page_bytes, &state) == 0 ? state & 1 : -errno;
     munmap(page, page_bytes);
     return code;
+}
+
+void nvo_trim(void)
+{
+#if defined(__GLIBC__)
+    malloc_trim(0);
+#endif
 }

@@ -1,4 +1,4 @@
-/* The mover: takes a job of many tiles through read, kernel and write, as many at once as the
+/* The mover: takes the tiles of its jobs through read, kernel and write, as many at once as the
  * pool has buffers. Driven by the pump (ends of transfers) and its own kernel threads; no
  * Python per tile. Never decides what to update.
  *
@@ -7,59 +7,20 @@
  *   READING -> READY -> WORKING -> [GATED] -> WRITING -> free
  *
  * GATED: the tile is finished, but its write would overwrite the generation before the last
- * one that a manifest names, so it waits for the commit. Every move happens under `lock`. */
+ * one that a manifest names, so it waits for the commit. Every move happens under `lock`.
+ *
+ * Note [No deadlock]. A gated visit keeps its buffer until the generation before is committed,
+ * which needs all writes of that generation. So no tile of a later generation starts while a
+ * job of an earlier one still has tiles to start: those that hold buffers then only wait for
+ * writes that have theirs. And a job nobody waits for leaves the last free buffer alone. */
 #define _POSIX_C_SOURCE 200809L
-#include "nvo.h"
+#include "mover.h"
 
 #include <errno.h>
-#include <pthread.h>
 #include <signal.h>
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
-
-enum { MAX_THREADS = 256, NO_COMMIT = 0xffff, TICK_MS = 20 };
-
-typedef struct visit {
-    struct nvo_mover *mover;
-    struct visit *next;
-    nvo_work work;
-    int32_t tile;
-    int32_t pending;        /* transfers in flight */
-    int32_t failed;
-    uint16_t param_slot, state_slot; /* that the running writes fill */
-    nvo_xfer xfers[2];
-} visit;
-
-typedef struct queue {
-    visit *head, *tail;
-} queue;
-
-typedef struct worker {
-    struct nvo_mover *mover;
-    pthread_t thread;
-    int index;
-} worker;
-
-struct nvo_mover {
-    pthread_mutex_t lock;
-    pthread_cond_t work, ended;
-    nvo_engine *engine;
-    nvo_pool *pool;
-    const nvo_device *device;
-    int simd, num_threads, is_stopping;
-    worker workers[MAX_THREADS];
-
-    nvo_job job;
-    int is_running;
-    int32_t next_tile, done_tiles, active, computing;
-    uint64_t committed;     /* newest generation that a manifest names */
-    nvo_error error;        /* the first one; code 0: none */
-    nvo_mover_stats stats;
-    int64_t waiting_since;  /* wall clock of the last change of who is waited for */
-    queue ready, gated, free;
-    visit *visits;
-};
 
 static void push(queue *q, visit *v)
 {
@@ -86,7 +47,7 @@ static visit *pop(queue *q)
 static void account(nvo_mover *m)
 {
     int64_t now = nvo_now_ns();
-    if (m->is_running) {
+    if (m->live) {
         int64_t passed = now - m->waiting_since;
         m->stats.run_ns += passed;
         if (m->computing == 0 && !m->ready.head) {
@@ -99,20 +60,53 @@ static void account(nvo_mover *m)
     m->waiting_since = now;
 }
 
-static void record_error(nvo_mover *m, const nvo_error *error)
+static int is_over(const nvo_mover *m, const nvo_job *job)
 {
-    if (m->error.code == 0)
-        m->error = *error;
+    return job->ended == job->num_tiles || (m->error.code != 0 && job->active == 0);
+}
+
+static void unlink_job(nvo_mover *m, nvo_job *job)
+{
+    nvo_job **at = &m->first;
+    while (*at && *at != job)
+        at = &(*at)->next;
+    if (*at)
+        *at = job->next;
+    job->next = NULL;
+}
+
+static void end_job(nvo_mover *m, nvo_job *job)
+{
+    unlink_job(m, job);
+    m->live--;
+    if (job->kind == NVO_UPDATE)
+        m->expected[job->generation % NUM_GENERATIONS]--;
+    pthread_cond_broadcast(&m->ended);
+}
+
+/* The tile's values are where the job should bring them. */
+static void note_delivered(nvo_mover *m, visit *v)
+{
+    v->delivered = 1;
+    if (++v->job->delivered == v->job->num_tiles)
+        pthread_cond_broadcast(&m->ended);
 }
 
 static void end_visit(nvo_mover *m, visit *v)
 {
+    nvo_job *job = v->job;
     if (v->work.lease)
         nvo_pool_release(m->pool, v->work.lease);
     v->work.lease = NULL;
+    if (v->work.tile->busy)
+        *v->work.tile->busy = 0;
     push(&m->free, v);
-    m->active--;
-    m->done_tiles++;
+    job->active--;
+    job->ended++;
+    if (!v->delivered)
+        note_delivered(m, v);
+    if (is_over(m, job))
+        end_job(m, job);
 }
 
 static void make_ready(nvo_mover *m, visit *v)
@@ -121,162 +115,130 @@ static void make_ready(nvo_mover *m, visit *v)
     pthread_cond_signal(&m->work);
 }
 
-static void on_end(nvo_xfer *xfer);
-
-/* Queue one transfer of a visit; an engine that refuses it counts as a failed transfer. */
-static void transfer(visit *v, int index, int op, uint8_t *addr, int64_t offset, int64_t nbytes)
+static void link_job(nvo_mover *m, nvo_job *job)
 {
-    const nvo_tile *tile = v->work.tile;
-    nvo_xfer *xfer = &v->xfers[index];
-    *xfer = (nvo_xfer){.fd = tile->fd, .op = op, .priority = NVO_SHARED, .file = tile->file,
-                       .addr = addr, .offset = offset, .nbytes = nbytes,
-                       .on_end = on_end, .owner = v};
-    int code = nvo_engine_submit(v->mover->engine, xfer);
-    if (code == 0) {
-        v->pending++;
-        return;
-    }
-    nvo_error error = {.code = code, .tile = v->tile, .op = op, .file = tile->file,
-                       .offset = offset, .nbytes = nbytes, .generation = v->mover->job.generation};
-    record_error(v->mover, &error);
-    v->failed = 1;
+    nvo_job **at = &m->first;
+    while (*at && (*at)->priority <= job->priority)
+        at = &(*at)->next;
+    job->next = *at;
+    *at = job;
 }
 
-static void start_reads(visit *v)
+/* Is the next tile of `job` free to be visited? See Note [No deadlock]. */
+static int can_start(const nvo_mover *m, const nvo_job *job)
 {
-    const nvo_tile *tile = v->work.tile;
-    uint8_t *lease = v->work.lease;
-    int index = 0;
-    if (tile->param && tile->remainder_bytes)
-        transfer(v, index++, NVO_READ, lease + tile->fetched_bytes,
-                 tile->param_offset[tile->param->working] + tile->fetched_bytes,
-                 tile->remainder_bytes);
-    if (tile->state && !v->failed)
-        transfer(v, index++, NVO_READ, lease + tile->fetched_bytes + tile->remainder_bytes,
-                 tile->state_offset[tile->state->working], tile->num_words * tile->word_bytes);
-}
-
-/* The slot that no manifest names; a record without a commit is written in place. */
-static uint16_t idle_slot(const nvo_record *record)
-{
-    return record->committed == NO_COMMIT ? record->working : (uint16_t)(1 - record->committed);
-}
-
-static void start_writes(visit *v)
-{
-    const nvo_tile *tile = v->work.tile;
-    int kind = v->mover->job.kind, index = 0;
-    if (tile->param && kind != NVO_FILL_STATE) {
-        v->param_slot = idle_slot(tile->param);
-        transfer(v, index++, NVO_WRITE, v->work.lease, tile->param_offset[v->param_slot],
-                 tile->fetched_bytes + tile->remainder_bytes);
-    }
-    if (tile->state && kind != NVO_FILL_PARAM && !v->failed) {
-        v->state_slot = idle_slot(tile->state);
-        transfer(v, index++, NVO_WRITE, v->work.lease + tile->fetched_bytes + tile->remainder_bytes,
-                 tile->state_offset[v->state_slot], tile->num_words * tile->word_bytes);
-    }
-}
-
-static void note_written(visit *v)
-{
-    const nvo_tile *tile = v->work.tile;
-    const nvo_job *job = &v->mover->job;
-    if (tile->param && job->kind != NVO_FILL_STATE) {
-        tile->param->working = v->param_slot;
-        tile->param->generation = job->generation;
-        tile->param->crc[0] = v->work.crc[0];
-        tile->param->crc[1] = v->work.crc[1];
-    }
-    if (tile->state && job->kind != NVO_FILL_PARAM) {
-        tile->state->working = v->state_slot;
-        tile->state->generation = job->generation;
-        tile->state->crc[2] = v->work.crc[2];
-    }
-}
-
-static int is_on_disk(const nvo_tile *tile)
-{
-    return tile->param || tile->state;
-}
-
-/* Lease a buffer for a tile that needs one: 0, or -EAGAIN when the pool is empty. */
-static int lease_for(nvo_mover *m, visit *v)
-{
-    const nvo_tile *tile = v->work.tile;
-    if (!is_on_disk(tile) && !m->device)
+    const nvo_tile *tile = &job->tiles[job->next_tile];
+    if (tile->busy && *tile->busy)
         return 0;
-    int64_t staged = m->device ? tile->numel * 4 : 0;
-    void *lease = NULL;
-    int code = nvo_pool_acquire(m->pool, tile->fetched_bytes + tile->remainder_bytes
-                                + tile->num_words * tile->word_bytes + staged, &lease);
-    v->work.lease = lease;
-    return code;
+    for (const nvo_job *other = m->first; other; other = other->next) {
+        if (other->lane == job->lane && other->order < job->order)
+            return 0;
+        if (nvo_job_writes(job) && nvo_job_writes(other) && other->generation < job->generation)
+            return 0;
+    }
+    return 1;
 }
 
-static int is_over(const nvo_mover *m)
+/* Skip the tiles of a job that have nothing to do in it. */
+static void skip_tiles(nvo_mover *m, nvo_job *job)
 {
-    return m->active == 0 && (m->error.code != 0 || m->done_tiles == m->job.num_tiles);
+    while (job->next_tile < job->num_tiles) {
+        nvo_work work = {.job = job, .tile = &job->tiles[job->next_tile]};
+        if (nvo_work_is_needed(&work))
+            return;
+        job->next_tile++;
+        job->delivered++;
+        job->ended++;
+    }
+    unlink_job(m, job);
+    if (job->active == 0 && job->ended == job->num_tiles)
+        end_job(m, job);
+}
+
+/* Start the next tile of `job`: 0, or -EAGAIN when there is no buffer for it. */
+static int start_visit(nvo_mover *m, nvo_job *job)
+{
+    visit *v = m->free.head;
+    v->job = job;
+    v->tile = job->next_tile;
+    v->failed = v->pending = v->delivered = 0;
+    v->work = (nvo_work){.job = job, .tile = &job->tiles[job->next_tile],
+                         .device = m->device, .simd = m->simd};
+    int code = nvo_visit_lease(v);
+    if (code == -EAGAIN)
+        return code;
+    pop(&m->free);
+    job->next_tile++;
+    job->active++;
+    if (v->work.tile->busy)
+        *v->work.tile->busy = 1;
+    skip_tiles(m, job);
+    if (code != 0) {
+        nvo_mover_record(m, &(nvo_error){.code = code, .tile = v->tile, .job = job});
+        v->failed = 1;
+    } else if ((nvo_job_writes(job) || job->kind == NVO_FETCH) && v->work.lease) {
+        nvo_visit_read(v);
+    }
+    if (v->pending == 0 && v->failed)
+        end_visit(m, v);
+    else if (v->pending == 0)
+        make_ready(m, v);
+    return 0;
+}
+
+/* End what an error has left without a visit. */
+static void drop_jobs(nvo_mover *m)
+{
+    for (visit *v = pop(&m->gated); v; v = pop(&m->gated))
+        end_visit(m, v);
+    while (m->first) {
+        nvo_job *job = m->first;
+        job->next_tile = job->num_tiles;
+        if (job->active == 0)
+            end_job(m, job);
+        else
+            unlink_job(m, job);
+    }
+    pthread_cond_broadcast(&m->ended);
 }
 
 /* Start as many visits as visits and buffers allow. */
 static void advance(nvo_mover *m)
 {
+    nvo_job *job = m->first;
+    while (job && m->error.code == 0 && m->free.head) {
+        nvo_job *next = job->next;
+        if (!can_start(m, job)) {
+            job = next;
+        } else {
+            if (start_visit(m, job) != 0)
+                break;
+            job = m->first; /* this one may be through, and an earlier one free to start */
+        }
+    }
     if (m->error.code != 0)
-        for (visit *v = pop(&m->gated); v; v = pop(&m->gated))
-            end_visit(m, v);
-    while (m->is_running && m->error.code == 0 && m->next_tile < m->job.num_tiles && m->free.head) {
-        visit *v = m->free.head;
-        v->tile = m->next_tile;
-        v->failed = v->pending = 0;
-        v->work = (nvo_work){.job = &m->job, .tile = &m->job.tiles[m->next_tile],
-                             .device = m->device, .simd = m->simd};
-        if (!nvo_work_is_needed(&v->work)) {
-            m->next_tile++;
-            m->done_tiles++;
-            continue;
-        }
-        int code = lease_for(m, v);
-        if (code == -EAGAIN)
-            break;
-        pop(&m->free);
-        m->next_tile++;
-        m->active++;
-        if (code != 0) {
-            record_error(m, &(nvo_error){.code = code, .tile = v->tile});
-            end_visit(m, v);
-            break;
-        }
-        if (m->job.kind == NVO_UPDATE && is_on_disk(v->work.tile))
-            start_reads(v);
-        if (v->pending == 0 && v->failed)
-            end_visit(m, v);
-        else if (v->pending == 0)
-            make_ready(m, v);
-    }
-    if (m->is_running && is_over(m)) {
-        m->is_running = 0;
-        pthread_cond_broadcast(&m->ended);
-    }
+        drop_jobs(m);
 }
 
 /* What follows a finished kernel: the write, the gate, or the end. */
 static void finish_work(nvo_mover *m, visit *v)
 {
-    int is_gated = m->job.kind == NVO_UPDATE && m->committed + 1 < m->job.generation;
-    if (v->failed || m->error.code != 0 || !is_on_disk(v->work.tile)) {
+    int is_gated = nvo_job_writes(v->job) && m->committed + 1 < v->job->generation;
+    if (!v->failed && !v->delivered)
+        note_delivered(m, v);
+    if (v->failed || m->error.code != 0 || v->job->kind == NVO_FETCH || !nvo_visit_is_on_disk(v)) {
         end_visit(m, v);
     } else if (is_gated) {
         push(&m->gated, v);
     } else {
-        start_writes(v);
+        nvo_visit_write(v);
         if (v->pending == 0)
             end_visit(m, v);
     }
 }
 
 /* A transfer of a visit has ended; runs on the pump thread. */
-static void on_end(nvo_xfer *xfer)
+void nvo_visit_on_end(nvo_xfer *xfer)
 {
     visit *v = xfer->owner;
     nvo_mover *m = v->mover;
@@ -285,8 +247,9 @@ static void on_end(nvo_xfer *xfer)
     if (xfer->result != 0) {
         nvo_error error = {.code = xfer->result, .tile = v->tile, .op = xfer->op,
                            .file = xfer->file, .offset = xfer->error_offset,
-                           .nbytes = xfer->error_nbytes, .generation = m->job.generation};
-        record_error(m, &error);
+                           .nbytes = xfer->error_nbytes, .generation = v->job->generation,
+                           .job = v->job};
+        nvo_mover_record(m, &error);
         v->failed = 1;
     }
     if (--v->pending == 0) {
@@ -294,7 +257,7 @@ static void on_end(nvo_xfer *xfer)
             make_ready(m, v);
         } else {
             if (xfer->op == NVO_WRITE && !v->failed)
-                note_written(v);
+                nvo_visit_note_written(v);
             end_visit(m, v);
         }
     }
@@ -302,26 +265,12 @@ static void on_end(nvo_xfer *xfer)
     pthread_mutex_unlock(&m->lock);
 }
 
-static void record_bad_checksum(nvo_mover *m, const visit *v)
-{
-    const nvo_tile *tile = v->work.tile;
-    int is_state = v->work.bad_part == 2;
-    const nvo_record *record = is_state ? tile->state : tile->param;
-    nvo_error error = {.code = -EBADMSG, .tile = v->tile, .op = NVO_READ, .file = tile->file,
-                       .part = v->work.bad_part, .slot = record->working,
-                       .generation = record->generation};
-    error.offset = is_state ? tile->state_offset[record->working]
-                            : tile->param_offset[record->working] + tile->fetched_bytes;
-    error.nbytes = is_state ? tile->num_words * tile->word_bytes : tile->remainder_bytes;
-    record_error(m, &error);
-}
-
 static void compute(nvo_mover *m, visit *v, int thread)
 {
     int64_t start = nvo_now_ns(), verified;
     int code = 0;
     v->work.stream = m->device ? m->device->streams[thread] : NULL;
-    if (m->job.verify && m->job.kind == NVO_UPDATE && is_on_disk(v->work.tile))
+    if (v->job->verify && (nvo_job_writes(v->job) || v->job->kind == NVO_FETCH) && v->work.lease)
         code = nvo_work_verify(&v->work);
     verified = nvo_now_ns();
     if (code == 0)
@@ -332,9 +281,9 @@ static void compute(nvo_mover *m, visit *v, int thread)
     m->stats.verify_ns += verified - start;
     m->stats.kernel_ns += end - verified;
     if (code == -EBADMSG)
-        record_bad_checksum(m, v);
+        nvo_visit_bad_checksum(v);
     else if (code != 0)
-        record_error(m, &(nvo_error){.code = code, .tile = v->tile});
+        nvo_mover_record(m, &(nvo_error){.code = code, .tile = v->tile, .job = v->job});
     v->failed = code != 0;
     m->stats.tiles++;
 }
@@ -432,7 +381,7 @@ int nvo_mover_open(nvo_mover **out, nvo_engine *engine, nvo_pool *pool,
     m->pool = pool;
     m->device = device;
     m->simd = simd;
-    int code = open_visits(m, pool ? nvo_pool_free_buffers(pool) + num_threads : 2 * num_threads);
+    int code = open_visits(m, pool ? PIECES * nvo_pool_free_buffers(pool) + num_threads : 2 * num_threads);
     if (code == 0)
         code = start_workers(m, num_threads);
     if (code != 0) {
@@ -444,48 +393,92 @@ int nvo_mover_open(nvo_mover **out, nvo_engine *engine, nvo_pool *pool,
     return 0;
 }
 
-int nvo_mover_start(nvo_mover *m, const nvo_job *job)
+int nvo_mover_submit(nvo_mover *m, nvo_job *job)
 {
     pthread_mutex_lock(&m->lock);
     int code = m->error.code;
-    if (m->is_running)
-        code = -EBUSY;
     if (code == 0) {
         account(m);
-        m->job = *job;
-        m->next_tile = m->done_tiles = 0;
-        m->is_running = 1;
-        m->stats.jobs++;
+        job->next_tile = job->active = job->delivered = job->ended = 0;
+        m->live++;
+        job->order = m->stats.jobs++;
+        link_job(m, job);
+        skip_tiles(m, job);
         advance(m);
     }
     pthread_mutex_unlock(&m->lock);
     return code;
 }
 
-int nvo_mover_wait(nvo_mover *m, int timeout_ms)
+void nvo_mover_promote(nvo_mover *m, nvo_job *job)
+{
+    pthread_mutex_lock(&m->lock);
+    account(m);
+    for (nvo_job *other = m->first, *next; other; other = next) {
+        next = other->next;
+        if (other->lane == job->lane && other->order <= job->order && other->priority != NVO_DEMAND) {
+            unlink_job(m, other);
+            other->priority = NVO_DEMAND;
+            link_job(m, other);
+        }
+    }
+    advance(m);
+    pthread_mutex_unlock(&m->lock);
+}
+
+/* Wait a tick for something to end, because a buffer that somebody else gives back wakes
+ * nobody here. */
+static void wait_tick(nvo_mover *m, int64_t end_ns)
+{
+    int64_t tick_ns = nvo_now_ns() + TICK_MS * 1000000;
+    int64_t until_ns = tick_ns < end_ns ? tick_ns : end_ns;
+    struct timespec until = {.tv_sec = until_ns / 1000000000, .tv_nsec = until_ns % 1000000000};
+    pthread_cond_timedwait(&m->ended, &m->lock, &until);
+    account(m);
+    advance(m);
+}
+
+static int has_come_to(const nvo_mover *m, const nvo_job *job, int stage)
+{
+    return is_over(m, job) || (stage == NVO_DELIVERED && job->delivered == job->num_tiles);
+}
+
+int nvo_mover_wait(nvo_mover *m, nvo_job *job, int stage, int timeout_ms)
 {
     int64_t end_ns = nvo_now_ns() + (int64_t)timeout_ms * 1000000;
     pthread_mutex_lock(&m->lock);
-    while (m->is_running && nvo_now_ns() < end_ns) {
-        /* Ticks, because a buffer that somebody else gives back wakes nobody here. */
-        int64_t tick_ns = nvo_now_ns() + TICK_MS * 1000000;
-        int64_t until_ns = tick_ns < end_ns ? tick_ns : end_ns;
-        struct timespec until = {.tv_sec = until_ns / 1000000000, .tv_nsec = until_ns % 1000000000};
-        pthread_cond_timedwait(&m->ended, &m->lock, &until);
-        account(m);
-        advance(m);
-    }
-    int is_ended = !m->is_running;
+    while (!has_come_to(m, job, stage) && nvo_now_ns() < end_ns)
+        wait_tick(m, end_ns);
+    int has_come = has_come_to(m, job, stage);
     pthread_mutex_unlock(&m->lock);
-    return is_ended;
+    return has_come;
 }
 
-int nvo_mover_progress(nvo_mover *m)
+void nvo_mover_expect(nvo_mover *m, uint64_t generation, int count)
 {
     pthread_mutex_lock(&m->lock);
-    int done = m->done_tiles;
+    m->expected[generation % NUM_GENERATIONS] += count;
     pthread_mutex_unlock(&m->lock);
-    return done;
+}
+
+static int is_written(const nvo_mover *m, uint64_t generation)
+{
+    uint64_t oldest = generation < NUM_GENERATIONS / 2 ? 0 : generation - NUM_GENERATIONS / 2;
+    for (uint64_t g = oldest; g <= generation; g++)
+        if (m->expected[g % NUM_GENERATIONS] != 0)
+            return 0;
+    return 1;
+}
+
+int nvo_mover_wait_written(nvo_mover *m, uint64_t generation, int timeout_ms)
+{
+    int64_t end_ns = nvo_now_ns() + (int64_t)timeout_ms * 1000000;
+    pthread_mutex_lock(&m->lock);
+    while (!is_written(m, generation) && m->error.code == 0 && nvo_now_ns() < end_ns)
+        wait_tick(m, end_ns);
+    int code = m->error.code != 0 ? m->error.code : is_written(m, generation);
+    pthread_mutex_unlock(&m->lock);
+    return code;
 }
 
 int nvo_mover_error(nvo_mover *m, nvo_error *out)
@@ -496,22 +489,14 @@ int nvo_mover_error(nvo_mover *m, nvo_error *out)
     return out->code;
 }
 
-/* Let go of the tiles at the gate: to their writes, or, after an error, to their end. */
-static void open_gate(nvo_mover *m)
-{
-    queue waiting = m->gated;
-    m->gated = (queue){NULL, NULL};
-    for (visit *v = pop(&waiting); v; v = pop(&waiting))
-        finish_work(m, v);
-    advance(m);
-}
-
 void nvo_mover_fail(nvo_mover *m, int code)
 {
     pthread_mutex_lock(&m->lock);
     account(m);
-    record_error(m, &(nvo_error){.code = code, .tile = -1});
-    open_gate(m);
+    nvo_mover_record(m, &(nvo_error){.code = code, .tile = -1});
+    advance(m);
+    while (m->computing)
+        wait_tick(m, INT64_MAX);
     pthread_mutex_unlock(&m->lock);
 }
 
@@ -520,7 +505,11 @@ void nvo_mover_commit(nvo_mover *m, uint64_t generation)
     pthread_mutex_lock(&m->lock);
     account(m);
     m->committed = generation;
-    open_gate(m);
+    queue waiting = m->gated;
+    m->gated = (queue){NULL, NULL};
+    for (visit *v = pop(&waiting); v; v = pop(&waiting))
+        finish_work(m, v);
+    advance(m);
     pthread_mutex_unlock(&m->lock);
 }
 
@@ -535,9 +524,9 @@ void nvo_mover_stats_read(nvo_mover *m, nvo_mover_stats *out)
 int nvo_mover_close(nvo_mover *m)
 {
     pthread_mutex_lock(&m->lock);
-    int is_running = m->is_running;
+    int num_live = m->live;
     pthread_mutex_unlock(&m->lock);
-    if (is_running)
+    if (num_live)
         return -EBUSY;
     stop_workers(m);
     free_mover(m);

@@ -153,6 +153,9 @@ int nvo_fallocate(int fd, int64_t offset, int64_t nbytes);
 /* Is the page of the file at `offset` in the page cache? 1 or 0. */
 int nvo_is_cached(int fd, int64_t offset);
 
+/* Give memory that was freed back to the system, where the C library can. */
+void nvo_trim(void);
+
 /* Close `fd` in every child this process forks from now on. */
 int nvo_fork_guard(int fd);
 int nvo_fork_unguard(int fd);
@@ -200,10 +203,12 @@ typedef struct nvo_tile {
     int32_t num_words, reserved;
     int64_t param_offset[2];    /* [fetched part, remainder], contiguous */
     int64_t state_offset[2];
+    void *host_fetched;         /* home or standing copy of the fetched part, or NULL */
     void *host_remainder;
     void *host_state;           /* num_words x word_bytes */
     nvo_record *param;          /* NULL: home on the host */
     nvo_record *state;
+    int32_t *busy;              /* a visit is on it; one per tile, shared by all jobs */
 } nvo_tile;
 
 /* The part of one parameter in one tile. */
@@ -212,16 +217,16 @@ typedef struct nvo_segment {
     int32_t param, reserved;
 } nvo_segment;
 
-/* One parameter at one step. `value` and `grad` are dense, in one memory order. */
+/* One parameter in one job. `value` and `grad` are dense, in one memory order; `value` may
+ * be device memory, `grad` is host memory. */
 typedef struct nvo_param {
-    void *value;
+    void *value;                /* where values come from or go to, by the job's kind; or NULL */
     const void *grad;
     int64_t step;               /* counts from 1 */
     double scale;
-    int32_t pending;            /* 0: no gradient; its elements are copied as they are */
+    int32_t pending;            /* the job is about this parameter; others are copied as they are */
     int32_t group;
-    int32_t grad_dtype;
-    int32_t fresh;              /* 1: value was written by the user, the remainder is void */
+    int32_t grad_dtype, reserved;
 } nvo_param;
 
 /* How the bytes of a parameter that is not in host memory are reached. The functions
@@ -236,11 +241,35 @@ typedef struct nvo_device {
 } nvo_device;
 
 enum nvo_kind {
-    NVO_FILL_PARAM = 0,     /* write the values of the parameters */
+    NVO_FILL_PARAM = 0,     /* write all values, remainders 0 */
     NVO_FILL_STATE = 1,     /* write zeros */
-    NVO_UPDATE = 2          /* read, verify, update, write */
+    NVO_UPDATE = 2,         /* read, update what is pending, deliver to `value`, write */
+    NVO_FETCH = 3,          /* read, deliver what is pending */
+    NVO_STORE = 4           /* read, take `value` of what is pending, its remainder 0, write */
 };
 enum nvo_kernel { NVO_KERNEL_NULL = 0, NVO_KERNEL_ADAMW = 1 };
+enum nvo_stage { NVO_DELIVERED = 0, NVO_ENDED = 1 };
+
+/* One pass over tiles, in order. Everything is the caller's until the job has ended. */
+typedef struct nvo_job {
+    int32_t kind, kernel;
+    int32_t num_tiles, verify;
+    int32_t priority;           /* enum nvo_class; see nvo_mover_promote */
+    int32_t values_stand;       /* `value` is where the compute weights live: they are taken
+                                   from there and delivered there */
+    int32_t lane;               /* jobs of one lane, of which some may share tiles, start in
+                                   the order of their submission */
+    int32_t reserved;
+    uint64_t generation;        /* that the writes belong to */
+    const nvo_tile *tiles;
+    const nvo_segment *segments;
+    const nvo_param *params;
+    const nvo_group *groups;
+
+    int64_t order;              /* the mover's, from here on */
+    int32_t next_tile, active, delivered, ended;
+    struct nvo_job *next;
+} nvo_job;
 
 typedef struct nvo_error {
     int32_t code;           /* negative errno; -EBADMSG: a checksum was wrong */
@@ -251,25 +280,17 @@ typedef struct nvo_error {
     int32_t part;           /* of a checksum: 0 fetched, 1 remainder, 2 state */
     int32_t slot;
     uint64_t generation;
+    const nvo_job *job;
 } nvo_error;
-
-/* One pass over tiles, in order. All arrays are the caller's until the job has ended. */
-typedef struct nvo_job {
-    int32_t kind, kernel;
-    int32_t num_tiles, verify;
-    uint64_t generation;        /* that the writes belong to */
-    const nvo_tile *tiles;
-    const nvo_segment *segments;
-    const nvo_param *params;
-    const nvo_group *groups;
-} nvo_job;
 
 typedef struct nvo_mover_stats {
     int64_t jobs, tiles;
-    int64_t run_ns;             /* wall: a job ran */
+    int64_t run_ns;             /* wall: at least one job was not over */
     int64_t verify_ns, kernel_ns;           /* thread time; kernel with its checksums */
-    int64_t disk_wait_ns;       /* wall: a job ran, nothing to compute, waiting for the disk */
+    int64_t disk_wait_ns;       /* wall, of run_ns: nothing to compute, waiting for the disk */
     int64_t gate_wait_ns;       /* wall: the same, waiting for a commit */
+    int64_t read_bytes, write_bytes;        /* of tiles, handed to the engine */
+    int64_t fetch_bytes;        /* of read_bytes: by NVO_FETCH */
 } nvo_mover_stats;
 
 /* Open a mover with `num_threads` kernel threads. engine may be NULL when all tiles live
@@ -277,21 +298,51 @@ typedef struct nvo_mover_stats {
  * (NULL: parameters in host memory) and its streams. */
 int nvo_mover_open(nvo_mover **out, nvo_engine *engine, nvo_pool *pool,
                    const nvo_device *device, int num_threads, int simd);
-/* Start a job; one at a time (-EBUSY). Returns the first error for good once one failed. */
-int nvo_mover_start(nvo_mover *mover, const nvo_job *job);
-/* Wait for the running job: 1 ended (then see nvo_mover_error), 0 after `timeout_ms`. */
-int nvo_mover_wait(nvo_mover *mover, int timeout_ms);
-/* Tiles of the running job that are done. */
-int nvo_mover_progress(nvo_mover *mover);
+/* Queue a job behind those of its priority. Jobs run side by side as far as buffers go,
+ * but two visits of one tile never do: the later job waits. The first error is for good:
+ * it ends every job, and is returned here from then on. */
+int nvo_mover_submit(nvo_mover *mover, nvo_job *job);
+/* Somebody waits for the job: it, and what stands before it in its lane, go first from now on. */
+void nvo_mover_promote(nvo_mover *mover, nvo_job *job);
+/* Wait until all tiles of a job have come to `stage`, or an error has ended it (then see
+ * nvo_mover_error): 1; 0 after `timeout_ms`. */
+int nvo_mover_wait(nvo_mover *mover, nvo_job *job, int stage, int timeout_ms);
+/* Say that `count` jobs of kind NVO_UPDATE of `generation` will be submitted. */
+void nvo_mover_expect(nvo_mover *mover, uint64_t generation, int count);
+/* Wait until all expected jobs up to `generation` have ended: 1; 0 after `timeout_ms`; the
+ * first error. */
+int nvo_mover_wait_written(nvo_mover *mover, uint64_t generation, int timeout_ms);
 /* Copy the first error; 0 when there is none, else its code. */
 int nvo_mover_error(nvo_mover *mover, nvo_error *out);
-/* Fail the running job and all later ones, as if I/O had failed with `code`. */
+/* Fail all jobs, as if I/O had failed with `code`. Once it returns no kernel runs and no
+ * transfer begins any more; those in flight end. */
 void nvo_mover_fail(nvo_mover *mover, int code);
 /* Generation `generation` is durable: writes of the next one may go. */
 void nvo_mover_commit(nvo_mover *mover, uint64_t generation);
 void nvo_mover_stats_read(nvo_mover *mover, nvo_mover_stats *out);
-/* -EBUSY while a job runs. */
+/* -EBUSY while a job is not over. */
 int nvo_mover_close(nvo_mover *mover);
+
+/* ---- gradients (land.c) ----------------------------------------------------- */
+
+/* Of a gradient: the sum of its squares, added up in chunks of 1024 elements from its
+ * start; the largest absolute value, NaN left out; is every element finite. */
+typedef struct nvo_sums {
+    double squares;
+    float largest;
+    int32_t finite;
+} nvo_sums;
+/* acc = fresh ? g : scale * acc + g, in one pass; `sums` are those of acc. `grad` is
+ * NVO_F32 or NVO_BF16, else -EINVAL. */
+int nvo_land(float *acc, const void *grad, int32_t grad_dtype, int64_t numel, int32_t fresh,
+             float scale, nvo_sums *sums);
+
+/* ---- poison (poison.c) -------------------------------------------------------- */
+
+/* Map at least `nbytes` of NaN (as float, bfloat16 and half) that take one huge page of
+ * memory, for good. A write stays where it was made until nvo_poison_clean. */
+int nvo_poison_map(int64_t nbytes, void **out);
+int nvo_poison_clean(void *poison, int64_t nbytes);
 
 /* The device twin: copies happen only when their stream is waited for. */
 int nvo_simdev_copy(void *dst, const void *src, size_t nbytes, int kind, void *stream);
@@ -329,7 +380,7 @@ extern const nvo_ring_ops nvo_ring_bridge;
 typedef struct nvo_work {
     const nvo_job *job;
     const nvo_tile *tile;
-    uint8_t *lease;             /* [fetched, remainder, state words, gradient]; NULL: in place */
+    uint8_t *lease;             /* [fetched, remainder, state words]; NULL: in place */
     const nvo_device *device;   /* NULL: parameters in host memory */
     void *stream;
     int32_t simd;
@@ -339,9 +390,11 @@ typedef struct nvo_work {
 
 /* Does the tile have anything to do in this job? */
 int nvo_work_is_needed(const nvo_work *work);
+/* Does the job read the tile's fetched part from disk? */
+int nvo_work_reads_fetched(const nvo_work *work);
 /* Compare what was read with its record: 0 or -EBADMSG. */
 int nvo_work_verify(nvo_work *work);
-/* Fill or update the lease (or the host home) and the parameters. 0, -EIO: the device. */
+/* Do the job's work on the lease (or the host home) and the parameters. 0, -EIO: the device. */
 int nvo_work_run(nvo_work *work);
 
 /* Bumped in every forked child: handles opened before are inert there. */

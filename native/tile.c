@@ -13,10 +13,9 @@ enum { CHUNK_NUMEL = 4096, MAX_WORDS = 4, TO_DEVICE = 1, TO_HOST = 2 };
 
 /* Where the parts of the tile stand in memory, and how far the checksums have come. */
 typedef struct parts {
-    uint8_t *fetched;       /* NULL: the parameters themselves are the home */
+    uint8_t *fetched;       /* what is written or delivered; NULL: the values themselves are the home */
     uint16_t *low;
     uint8_t *words[MAX_WORDS];
-    uint8_t *grads;         /* staged gradient, only with a device */
     int64_t absorbed;       /* elements */
     uint32_t fetched_crc, low_crc, word_crc[MAX_WORDS];
 } parts;
@@ -26,19 +25,15 @@ static parts place_parts(const nvo_work *work)
     const nvo_tile *tile = work->tile;
     parts out = {0};
     uint8_t *at = work->lease;
-    if (at)
-        out.fetched = at;
     uint8_t *remainder = tile->host_remainder;
     uint8_t *state = tile->host_state;
+    out.fetched = at ? at : tile->host_fetched;
     if (at && !remainder)
         remainder = at + tile->fetched_bytes;
     if (at && !state)
         state = at + tile->fetched_bytes + tile->remainder_bytes;
-    if (at)
-        out.grads = at + tile->fetched_bytes + tile->remainder_bytes
-                    + tile->num_words * tile->word_bytes;
     out.low = tile->remainder_bytes ? (uint16_t *)(void *)remainder : NULL;
-    for (int32_t i = 0; i < tile->num_words; i++)
+    for (int32_t i = 0; i < tile->num_words && state; i++)
         out.words[i] = state + i * tile->word_bytes;
     return out;
 }
@@ -80,7 +75,7 @@ static int is_pending(const nvo_work *work, const nvo_segment *segment)
 int nvo_work_is_needed(const nvo_work *work)
 {
     const nvo_tile *tile = work->tile;
-    if (work->job->kind != NVO_UPDATE)
+    if (work->job->kind == NVO_FILL_PARAM || work->job->kind == NVO_FILL_STATE)
         return 1;
     for (int32_t i = 0; i < tile->num_segments; i++)
         if (is_pending(work, &work->job->segments[tile->first_segment + i]))
@@ -88,75 +83,74 @@ int nvo_work_is_needed(const nvo_work *work)
     return 0;
 }
 
+int nvo_work_reads_fetched(const nvo_work *work)
+{
+    return work->tile->param && !work->tile->host_fetched && !work->job->values_stand;
+}
+
 int nvo_work_verify(nvo_work *work)
 {
     const nvo_tile *tile = work->tile;
+    int kind = work->job->kind;
     parts at = place_parts(work);
-    if (tile->param && at.low
-        && nvo_crc32c(0, at.low, tile->remainder_bytes) != tile->param->crc[1]) {
-        work->bad_part = 1;
+    work->bad_part = 0;
+    if (nvo_work_reads_fetched(work)
+        && nvo_crc32c(0, at.fetched, tile->fetched_bytes) != tile->param->crc[0])
         return -EBADMSG;
-    }
-    if (tile->state) {
+    work->bad_part = 1;
+    if (kind != NVO_FETCH && tile->param && at.low
+        && nvo_crc32c(0, at.low, tile->remainder_bytes) != tile->param->crc[1])
+        return -EBADMSG;
+    work->bad_part = 2;
+    if (kind == NVO_UPDATE && tile->state) {
         for (int32_t i = 0; i < tile->num_words; i++)
             at.word_crc[i] = nvo_crc32c(0, at.words[i], tile->word_bytes);
-        if (join_words(&at, tile->num_words) != tile->state->crc[2]) {
-            work->bad_part = 2;
+        if (join_words(&at, tile->num_words) != tile->state->crc[2])
             return -EBADMSG;
-        }
     }
     return 0;
 }
 
-/* Copy between a parameter and the lease, by the device if there is one. */
-static int move(const nvo_work *work, void *dst, const void *src, int64_t nbytes, int kind)
+static uint8_t *value_of(const nvo_work *work, const nvo_segment *segment)
 {
-    if (!work->device) {
-        memcpy(dst, src, (size_t)nbytes);
-        return 0;
-    }
-    return work->device->copy(dst, src, (size_t)nbytes, kind, work->stream) ? -EIO : 0;
+    uint8_t *value = work->job->params[segment->param].value;
+    return value ? value + segment->param_start * work->tile->item_bytes : NULL;
 }
 
 static int wait_device(const nvo_work *work)
 {
-    return work->device && work->device->wait(work->stream) ? -EIO : 0;
+    return work->device->wait(work->stream) ? -EIO : 0;
 }
 
-static const uint8_t *value_of(const nvo_work *work, const nvo_segment *segment)
+static int is_source(const nvo_work *work, const nvo_segment *segment)
 {
-    const uint8_t *value = work->job->params[segment->param].value;
-    return value + segment->param_start * work->tile->item_bytes;
+    int kind = work->job->kind;
+    return work->job->values_stand || kind == NVO_FILL_PARAM
+           || (kind == NVO_STORE && is_pending(work, segment));
 }
 
-static int64_t grad_bytes(const nvo_param *param)
-{
-    return param->grad_dtype == NVO_BF16 ? 2 : 4;
-}
-
-static const uint8_t *grad_of(const nvo_param *param, const nvo_segment *segment)
-{
-    return (const uint8_t *)param->grad + segment->param_start * grad_bytes(param);
-}
-
-/* Bring values (all segments) and gradients (pending ones) of the tile into the lease. */
+/* Bring the values that the job takes from the device to where they are worked on. */
 static int stage_in(const nvo_work *work, const parts *at)
 {
     const nvo_tile *tile = work->tile;
     for (int32_t i = 0; i < tile->num_segments; i++) {
         const nvo_segment *segment = &work->job->segments[tile->first_segment + i];
-        const nvo_param *param = &work->job->params[segment->param];
-        uint8_t *fetched = at->fetched + segment->tile_start * tile->item_bytes;
-        int64_t nbytes = segment->numel * tile->item_bytes;
-        if (move(work, fetched, value_of(work, segment), nbytes, TO_HOST))
-            return -EIO;
-        if (work->job->kind != NVO_UPDATE || !param->pending)
-            continue;
-        uint8_t *staged = at->grads + segment->tile_start * 4;
-        if (move(work, staged, grad_of(param, segment), segment->numel * grad_bytes(param), TO_HOST))
+        if (is_source(work, segment)
+            && work->device->copy(at->fetched + segment->tile_start * tile->item_bytes,
+                                  value_of(work, segment),
+                                  (size_t)(segment->numel * tile->item_bytes), TO_HOST, work->stream))
             return -EIO;
     }
     return wait_device(work);
+}
+
+static int is_delivered(const nvo_work *work, const nvo_segment *segment)
+{
+    int kind = work->job->kind;
+    if (kind == NVO_UPDATE && work->job->values_stand)
+        return is_pending(work, segment);
+    return (kind == NVO_UPDATE || (kind == NVO_FETCH && is_pending(work, segment)))
+           && work->job->params[segment->param].value;
 }
 
 static int stage_out(const nvo_work *work, const parts *at)
@@ -164,15 +158,29 @@ static int stage_out(const nvo_work *work, const parts *at)
     const nvo_tile *tile = work->tile;
     for (int32_t i = 0; i < tile->num_segments; i++) {
         const nvo_segment *segment = &work->job->segments[tile->first_segment + i];
-        if (!is_pending(work, segment))
-            continue;
-        uint8_t *value = (uint8_t *)work->job->params[segment->param].value
-                         + segment->param_start * tile->item_bytes;
-        if (move(work, value, at->fetched + segment->tile_start * tile->item_bytes,
-                 segment->numel * tile->item_bytes, TO_DEVICE))
+        if (is_delivered(work, segment)
+            && work->device->copy(value_of(work, segment),
+                                  at->fetched + segment->tile_start * tile->item_bytes,
+                                  (size_t)(segment->numel * tile->item_bytes), TO_DEVICE, work->stream))
             return -EIO;
     }
     return wait_device(work);
+}
+
+/* Where the compute weights of a segment stand in host memory from element `first` of the
+ * tile on, beside what is written; NULL: nowhere else. */
+static uint8_t *standing_at(const nvo_work *work, const nvo_segment *segment, int64_t first)
+{
+    const nvo_tile *tile = work->tile;
+    if (work->job->values_stand)
+        return work->device ? NULL : value_of(work, segment) + (first - segment->tile_start) * tile->item_bytes;
+    return tile->host_fetched ? (uint8_t *)tile->host_fetched + first * tile->item_bytes : NULL;
+}
+
+static void copy(uint8_t *dst, const uint8_t *src, int64_t nbytes)
+{
+    if (dst && src && dst != src)
+        memcpy(dst, src, (size_t)nbytes);
 }
 
 /* The update of `count` elements of a segment from element `first` of the tile. */
@@ -181,25 +189,41 @@ static void update_chunk(const nvo_work *work, const parts *at, const nvo_segmen
 {
     const nvo_tile *tile = work->tile;
     const nvo_param *param = &work->job->params[segment->param];
-    int64_t in_segment = first - segment->tile_start;
-    int64_t item = tile->item_bytes;
-    uint8_t *value = (uint8_t *)param->value + (segment->param_start + in_segment) * item;
-    uint8_t *fetched = at->fetched ? at->fetched + first * item : value;
+    int64_t start = segment->param_start + first - segment->tile_start;
+    int64_t item = tile->item_bytes, grad_item = param->grad_dtype == NVO_BF16 ? 2 : 4;
+    uint8_t *standing = standing_at(work, segment, first);
+    uint8_t *fetched = at->fetched ? at->fetched + first * item : standing;
     nvo_span span = {
-        .weight_in = work->device ? fetched : value,
+        .weight_in = standing ? standing : fetched,
         .weight_out = fetched,
         .low = at->low ? at->low + first : NULL,
         .exp_avg = (float *)(void *)at->words[0] + first,
         .exp_avg_sq = (float *)(void *)at->words[1] + first,
-        .grad = work->device ? at->grads + segment->tile_start * 4 + in_segment * grad_bytes(param)
-                             : grad_of(param, segment) + in_segment * grad_bytes(param),
+        .grad = (const uint8_t *)param->grad + start * grad_item,
         .numel = count,
         .weight_dtype = tile->dtype,
         .grad_dtype = param->grad_dtype,
     };
     nvo_adamw_update(work->simd, adamw, &span);
-    if (!work->device && fetched != value)
-        memcpy(value, fetched, (size_t)(count * item));
+    copy(standing, fetched, count * item);
+}
+
+/* Everything else that gives the elements their values: as they stand, or as offered. */
+static void take_chunk(const nvo_work *work, const parts *at, const nvo_segment *segment,
+                       int64_t first, int64_t count)
+{
+    int64_t item = work->tile->item_bytes;
+    uint8_t *standing = standing_at(work, segment, first);
+    uint8_t *fetched = at->fetched ? at->fetched + first * item : NULL;
+    if (is_source(work, segment) && !work->device) {
+        const uint8_t *value = value_of(work, segment) + (first - segment->tile_start) * item;
+        copy(fetched, value, count * item);
+        copy(standing, value, count * item);
+    } else if (is_source(work, segment)) {
+        copy(standing, fetched, count * item); /* staged */
+    } else {
+        copy(fetched, standing, count * item);
+    }
 }
 
 static void run_segment(const nvo_work *work, parts *at, const nvo_segment *segment)
@@ -208,35 +232,40 @@ static void run_segment(const nvo_work *work, parts *at, const nvo_segment *segm
     const nvo_job *job = work->job;
     const nvo_param *param = &job->params[segment->param];
     int is_update = job->kind == NVO_UPDATE && job->kernel == NVO_KERNEL_ADAMW && param->pending;
+    int delivers = !work->device && !job->values_stand && is_delivered(work, segment);
     int64_t item = tile->item_bytes, end = segment->tile_start + segment->numel;
     nvo_adamw adamw = {0};
     if (is_update)
         nvo_adamw_prepare(&adamw, &job->groups[param->group], param->scale, param->step);
-    if (at->low && (param->fresh || job->kind == NVO_FILL_PARAM))
+    if (at->low && (job->kind == NVO_FILL_PARAM || (job->kind == NVO_STORE && param->pending)))
         memset(at->low + segment->tile_start, 0, (size_t)segment->numel * 2);
     for (int64_t first = segment->tile_start; first < end; first += CHUNK_NUMEL) {
         int64_t count = end - first < CHUNK_NUMEL ? end - first : CHUNK_NUMEL;
         if (is_update)
             update_chunk(work, at, segment, &adamw, first, count);
-        else if (at->fetched && !work->device)
-            memcpy(at->fetched + first * item,
-                   value_of(work, segment) + (first - segment->tile_start) * item,
-                   (size_t)(count * item));
-        absorb(work, at, first + count);
+        else
+            take_chunk(work, at, segment, first, count);
+        if (delivers)
+            copy(value_of(work, segment) + (first - segment->tile_start) * item,
+                 at->fetched + first * item, count * item);
+        if (job->kind != NVO_FETCH)
+            absorb(work, at, first + count);
     }
 }
 
-/* Zero the parts that the file needs and nothing else sets: gaps between segments and the
- * padding of the fetched part; on a fill also remainder or state. */
+/* Zero what the file needs and nothing else sets: gaps between segments and the padding of
+ * a fetched part that was not read; on a fill also the remainder. */
 static void clear(const nvo_work *work, const parts *at)
 {
     const nvo_tile *tile = work->tile;
     int64_t covered = 0;
     for (int32_t i = 0; i < tile->num_segments; i++)
         covered += work->job->segments[tile->first_segment + i].numel;
-    if (at->fetched && covered * tile->item_bytes != tile->fetched_bytes)
+    int is_fill = work->job->kind == NVO_FILL_PARAM;
+    if (work->lease && (is_fill || !nvo_work_reads_fetched(work))
+        && covered * tile->item_bytes != tile->fetched_bytes)
         memset(at->fetched, 0, (size_t)tile->fetched_bytes);
-    if (work->job->kind == NVO_FILL_PARAM && at->low)
+    if (is_fill && at->low)
         memset(at->low, 0, (size_t)tile->remainder_bytes);
 }
 
@@ -252,16 +281,18 @@ int nvo_work_run(nvo_work *work)
 {
     const nvo_tile *tile = work->tile;
     parts at = place_parts(work);
+    int has_fetched = work->device && at.fetched;
     if (work->job->kind == NVO_FILL_STATE) {
         fill_state(work, &at);
     } else {
         clear(work, &at);
-        if (work->device && stage_in(work, &at))
+        if (has_fetched && stage_in(work, &at))
             return -EIO;
         for (int32_t i = 0; i < tile->num_segments; i++)
             run_segment(work, &at, &work->job->segments[tile->first_segment + i]);
-        absorb(work, &at, tile->numel);
-        if (work->device && work->job->kind == NVO_UPDATE && stage_out(work, &at))
+        if (work->job->kind != NVO_FETCH)
+            absorb(work, &at, tile->numel);
+        if (has_fetched && stage_out(work, &at))
             return -EIO;
     }
     work->crc[0] = at.fetched_crc;

@@ -1,6 +1,6 @@
 """NVMe offload for training in plain PyTorch.
 
-    model = nvoffload.offload(model, param_offload="none", optimizer_offload="nvme", nvme_path="/mnt/ssd")
+    model = nvoffload.offload(model, param_offload="nvme", nvme_path="/mnt/ssd")
     opt = nvoffload.optim.AdamW(model.parameters(), lr=1e-4)
 
 From there on the loop is plain PyTorch.
@@ -19,9 +19,9 @@ from nvoffload.errors import (
     StorageError,
     UsageError,
 )
-from nvoffload.offload import OffloadedModule, offload
+from nvoffload.offload import OffloadedModule, gathered, offload
 from nvoffload.plan import Plan
-from nvoffload.runtime import OffloadStats
+from nvoffload.stats import OffloadStats
 
 __version__ = "0.1.0"
 __all__ = [
@@ -38,6 +38,7 @@ __all__ = [
     "StorageError",
     "UsageError",
     "errors",
+    "gathered",
     "ledger",
     "offload",
     "optim",

@@ -38,6 +38,32 @@ def available_memory_bytes() -> int:
     return available
 
 
+class Trimmer:
+    """Gives freed heap memory back to the system when the process has grown by more than `slack_bytes`.
+
+    Note [Trim]: gradients are allocated and freed one after the other in backward, and malloc may fail to
+    reuse a freed piece for the next one of the same size (before glibc 2.39 it asks for more than an
+    aligned block takes). Then a backward grows the heap by the gradients of the whole model.
+    """
+
+    def __init__(self, slack_bytes: int) -> None:
+        self._slack_bytes = slack_bytes
+        self._least_bytes = _resident_bytes()
+
+    def trim(self) -> None:
+        """Look, and give back if it is time."""
+        now_bytes = _resident_bytes()
+        if now_bytes > self._least_bytes + self._slack_bytes:
+            native.lib.nvo_trim()
+            self._least_bytes = _resident_bytes()
+        else:
+            self._least_bytes = min(self._least_bytes, now_bytes)
+
+
+def _resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+
 # Maps that a forked child inherits as objects but not as memory (MADV_DONTFORK): were they freed there,
 # an address range that is somebody else's by then would be unmapped. So the child keeps them.
 _live: set[mmap.mmap] = set()
@@ -54,15 +80,20 @@ class Arena:
     MADV_DONTFORK, because a fork would otherwise copy the arena while the disk writes into it.
     """
 
-    def __init__(self, nbytes: int, *, is_huge: bool = True) -> None:
+    def __init__(
+        self, nbytes: int, *, is_huge: bool = True, is_forkable: bool = False, is_touched: bool = True
+    ) -> None:
+        """Map zeros. `is_forkable`: children have them too. Not `is_touched`: pages come as they are used."""
         self.nbytes = nbytes
+        self._is_forkable, self._is_touched = is_forkable, is_touched
         self._map: mmap.mmap | None = None
         size = round_up(nbytes, HUGE_PAGE_BYTES) + HUGE_PAGE_BYTES if is_huge else round_up(nbytes, ALIGN)
         try:
             self._map = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except (OSError, ValueError, OverflowError) as error:
             raise MachineError(f"no memory for {format_bytes(nbytes)} of buffers: {error}.") from None
-        _live.add(self._map)
+        if not is_forkable:
+            _live.add(self._map)
         # The view keeps the mapping alive; it goes before the mapping in close().
         self._view: Any = native.ffi.from_buffer(self._map)
         base = int(native.ffi.cast("intptr_t", self._view))
@@ -71,8 +102,9 @@ class Arena:
 
     def _advise(self, start: int, nbytes: int, *, is_huge: bool) -> None:
         """Best effort: an old kernel that knows an advice less gives plainer pages."""
-        wanted = [mmap.MADV_DONTFORK]
-        wanted += [mmap.MADV_HUGEPAGE, _MADV_POPULATE_WRITE, _MADV_COLLAPSE] if is_huge else []
+        wanted = [] if self._is_forkable else [mmap.MADV_DONTFORK]
+        wanted += [mmap.MADV_HUGEPAGE] if is_huge else []
+        wanted += [_MADV_POPULATE_WRITE, _MADV_COLLAPSE] if is_huge and self._is_touched else []
         for advice in wanted:
             # Only the part that is used is touched; the alignment slack stays unbacked.
             length = round_up(self.nbytes, HUGE_PAGE_BYTES if is_huge else ALIGN)

@@ -5,46 +5,56 @@ Knows nothing of tiles; tells the movers what is committed.
 
 import errno
 import threading
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 from nvoffload.errors import NvoffloadError, StorageError
+from nvoffload.mover import Mover
 from nvoffload.store import Run
-from nvoffload.update import Mover
+
+WAIT_TIMEOUT_S = 600.0
+_POLL_S = 0.2
 
 
 class Committer:
     """Opens and closes the generations of a run; its thread writes their manifests.
 
-    A generation opens with the first step after the last close and closes at the next forward with
-    gradients, at a second step of the same optimizer, at flush or at close. Writes of g+1 wait for
-    the manifest of g (in the mover); the first step asks for that of generation 0, the fill.
+    A generation opens with the first step or user write after the last close and closes at the next
+    forward with gradients, at a second step of the same optimizer, at flush or at close. Its manifest
+    is written once all its tiles are. Writes of g+1 wait for the manifest of g (in the mover); the
+    first step asks for that of generation 0, the fill.
+
+    Note [No hang]: that manifest needs every update captured in g, and some may wait for their unit to be
+    used. So whoever begins a write of g+1, or waits for g, has all of them started first, in every model
+    of the run: each has joined with the function that does so.
     """
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self._movers: list[Mover] = []
+        self._movers: dict[Mover, Callable[[int], None]] = {}  # with what starts updates captured before a generation
         self._stepped: set[Hashable] = set()
         self._closed = -1  # newest generation handed to the thread
         self._queue: list[tuple[int, dict[str, Any]]] = []
         self._error: NvoffloadError | None = None
         self._changed = threading.Condition()
         self._is_stopping = False
+        self._waited: Mover | None = None  # the thread is in it
         self._thread = threading.Thread(target=self._work, name="nvoffload-commit", daemon=True)
         self._thread.start()
 
-    def join(self, mover: Mover) -> None:
-        """Let `mover` know of commits from now on."""
+    def join(self, mover: Mover, start_before: Callable[[int], None]) -> None:
+        """Let `mover` know of commits from now on; `start_before` as in Note [No hang]."""
         with self._changed:
-            self._movers.append(mover)
+            self._movers[mover] = start_before
             mover.commit(max(0, self._run.committed))
 
     def leave(self, mover: Mover) -> None:
-        """Forget a mover; the last one stops the thread."""
+        """Forget a mover, which may be closed then; the last one stops the thread."""
         with self._changed:
-            self._movers.remove(mover)
+            del self._movers[mover]
             self._is_stopping = not self._movers
             self._changed.notify_all()
+            self._changed.wait_for(lambda: self._waited is not mover)
         if self._is_stopping:
             self._thread.join(timeout=60)
             _committers.pop(self._run.folder.run_id, None)
@@ -59,6 +69,8 @@ class Committer:
         with self._changed:
             self._stepped.clear()
             self._error = self._error or error
+            for mover in self._movers:
+                mover.fail(-(getattr(error, "errno", None) or errno.EIO))
             self._changed.notify_all()
 
     def begin(self, optimizer: Hashable) -> int:
@@ -69,7 +81,21 @@ class Committer:
         if optimizer in self._stepped:
             self.close_generation()
         self._stepped.add(optimizer)
+        self._start_before(self._closed + 1)
         return self._closed + 1
+
+    def begin_write(self) -> int:
+        """Return the generation that a user write belongs to; before the first step it is the fill's."""
+        self.check()
+        if self._closed < 0:
+            return 0
+        self._stepped.add(None)
+        self._start_before(self._closed + 1)
+        return self._closed + 1
+
+    def _start_before(self, generation: int) -> None:
+        for start_before in list(self._movers.values()):
+            start_before(generation)
 
     def close_generation(self) -> None:
         """End the open generation, if a step was made in it, and have it committed."""
@@ -84,13 +110,18 @@ class Committer:
             self._closed = generation
             self._changed.notify_all()
 
-    def wait(self, timeout_s: float) -> None:
+    def wait(self, timeout_s: float = WAIT_TIMEOUT_S) -> None:
         """Return once every closed generation is committed; raise what went wrong."""
+        self.wait_for(self._closed, timeout_s)
+
+    def wait_for(self, generation: int, timeout_s: float = WAIT_TIMEOUT_S) -> None:
+        """Return once `generation` is committed; raise what went wrong."""
+        self._start_before(generation + 1)
         with self._changed:
-            done = self._changed.wait_for(lambda: self._error or self._run.committed >= self._closed, timeout_s)
+            done = self._changed.wait_for(lambda: self._error or self._run.committed >= generation, timeout_s)
         self.check()
         if not done:
-            raise StorageError(f"generation {self._closed} was not committed within {timeout_s:g} s.")
+            raise StorageError(f"generation {generation} was not committed within {timeout_s:g} s.")
 
     def check(self) -> None:
         """Raise the first error of the thread, if there is one."""
@@ -105,6 +136,12 @@ class Committer:
                     return
                 generation, body = self._queue.pop(0)
             try:
+                if not self._wait_written(generation):
+                    return
+            except NvoffloadError as error:
+                self.poison(error)
+                return
+            try:
                 self._run.commit(generation, body)
             except (NvoffloadError, OSError, ValueError) as error:
                 self._give_up(generation, error)
@@ -112,6 +149,27 @@ class Committer:
             with self._changed:
                 for mover in self._movers:
                     mover.commit(generation)
+                self._changed.notify_all()
+
+    def _wait_written(self, generation: int) -> bool:
+        """Wait for all tiles of `generation`; False when told to stop before."""
+        for mover in list(self._movers):
+            while not self._has_written(mover, generation):
+                if self._is_stopping:
+                    return False
+        return True
+
+    def _has_written(self, mover: Mover, generation: int) -> bool:
+        """Wait a while for the tiles of one mover; there are none of one that has left."""
+        with self._changed:
+            if mover not in self._movers:
+                return True
+            self._waited = mover
+        try:
+            return mover.wait_written(generation, _POLL_S)
+        finally:
+            with self._changed:
+                self._waited = None
                 self._changed.notify_all()
 
     def _give_up(self, generation: int, error: Exception) -> None:

@@ -129,7 +129,7 @@ class OffloadConfig:
     io: Io = Io()
     keep: str = "on_error"
     resume: bool | str | None = None
-    update: str = "blocking"
+    update: str = "deferred"
     update_threads: int | None = None
     name: str | None = None
     device: Any = None
@@ -161,6 +161,9 @@ class OffloadConfig:
             raise ConfigError(f"update_threads={self.update_threads!r} must be an int from 1 to 256.")
         if self.buffer_size is not None:
             parse_size(self.buffer_size, "buffer_size")
+        if self.device_budget is not None:
+            parse_size(self.device_budget, "device_budget")
+        check_choice("grad_offload", self.grad_offload, TIERS)
         if self.name is not None and not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", self.name):
             raise ConfigError(f"name={self.name!r} must be 1 to 64 letters, digits, '-' or '_'.")
         if self.nvme_path is not None:
@@ -173,16 +176,20 @@ class OffloadConfig:
         chosen = self.optimizer_offload or self.param_offload
         return "nvme" if chosen == "nvme" else "cpu"
 
+    @property
+    def uses_disk(self) -> bool:
+        """Is anything at home on disk? If so, the parameters are: a store with states is complete."""
+        return "nvme" in (self.param_offload, self.state_tier)
+
     def _check_supported(self) -> None:
-        if self.param_offload != "none":
-            raise ConfigError(
-                f"param_offload={self.param_offload!r} is not supported yet. "
-                'Write param_offload="none", optimizer_offload="nvme": states go to disk, parameters stay.'
-            )
         if self.resume in (True, "require"):
             raise ConfigError(f"resume={self.resume!r} is not supported yet; use None or False.")
         defaults = {f.name: f.default for f in fields(type(self))}
-        later = ("grad_offload", "device_budget", "units", "update", "zero_stage", "mesh", "mp_policy")
+        later = ("zero_stage", "mesh", "mp_policy")
+        if self.update not in ("deferred", "blocking"):
+            raise ConfigError(f'update={self.update!r} is not supported yet; use "deferred" or "blocking".')
+        if self.grad_offload != "cpu":
+            raise ConfigError(f'grad_offload={self.grad_offload!r} is not supported yet; use "cpu".')
         for name in (*later, "weights", "init_fn", "durability", "cpu_budget"):
             if getattr(self, name) != defaults[name]:
                 raise ConfigError(f"{name}={getattr(self, name)!r} is not supported yet; leave it out.")

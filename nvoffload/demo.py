@@ -1,4 +1,4 @@
-"""python -m nvoffload.demo: train a byte-level transformer on real text, its AdamW states on disk.
+"""python -m nvoffload.demo: train a byte-level transformer on real text, parameters and AdamW states on disk.
 
 Says what it will take, holds itself to a memory budget, and reports what it took.
 """
@@ -16,7 +16,7 @@ import sysconfig
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from torch.nn import functional as F
 
 from nvoffload.config import format_bytes, parse_size
 from nvoffload.demo_model import SIZES, ByteTransformer, Size, activation_bytes
+from nvoffload.demo_report import Report
 from nvoffload.errors import MachineError, NvoffloadError
 from nvoffload.offload import offload
 from nvoffload.optim import AdamW
@@ -34,86 +35,8 @@ from nvoffload.plan import resident_bytes
 TEXT_BYTES_MAX = 8 << 20
 WARMUP_STEPS = 3
 SLOWER_BY = 1.5  # bf16 counts as usable if it is at most this much slower than fp32
-ALLOWANCE_BYTES = 320 << 20  # of the default budget, for the buffer pool (128 MiB), stacks and pages of torch
+ALLOWANCE_BYTES = 512 << 20  # of the default budget, for the buffer pool, frames, stacks and pages of torch
 PROGRESS_S = 10.0  # between lines where stderr is no terminal
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
-    """What the run took. Bytes of a step are means over the steps; shares are of `seconds`, the training."""
-
-    size: str
-    parameters: int
-    steps: int
-    device: str
-    dtype: str
-    engine: str
-    is_direct: bool
-    loss_first: float
-    loss_last: float
-    seconds: float
-    total_seconds: float
-    tokens_per_s: float
-    step_read_bytes: float
-    step_write_bytes: float
-    ledger_read_bytes: int
-    ledger_write_bytes: int
-    fill_bytes: int
-    manifest_bytes: int
-    disk_bytes_per_s: float
-    peak_bytes: int
-    plan_bytes: int
-    activation_bytes: int
-    budget_bytes: int
-    enforced_by: str
-    in_memory_bytes: int
-    update_share: float
-    stall_disk_share: float
-    stall_commit_share: float
-
-    @property
-    def kernel_share(self) -> float:
-        """The part of the updates in which AdamW was computed, with checksums and copies."""
-        return max(0.0, self.update_share - self.stall_disk_share - self.stall_commit_share)
-
-    def lines(self) -> list[str]:
-        """Return the closing report for people."""
-        allowed = self.plan_bytes + self.activation_bytes
-        cached = "" if self.is_direct else ", through the page cache"
-        return [
-            "report",
-            f"  loss              {self.loss_first:.3f} first, {self.loss_last:.3f} last, over {self.steps} steps",
-            f"  speed             {self.tokens_per_s:.0f} tokens/s; {self.seconds:.0f} s of training, "
-            f"{self.total_seconds:.0f} s in all",
-            f"  disk per step     {self._traffic()}",
-            f"  disk in updates   {self.disk_bytes_per_s / 1e9:.2f} GB/s, both ways, by {self.engine}{cached}",
-            f"  disk besides      {self.fill_bytes / 1e9:.2f} GB written once at the start, "
-            f"{self.manifest_bytes / 1e9:.4f} GB of manifests",
-            f"  peak memory       {format_bytes(self.peak_bytes)}: {self.peak_bytes / allowed:.2f} of plan and "
-            f"activations ({format_bytes(allowed)}), budget {format_bytes(self.budget_bytes)} ({self.enforced_by})",
-            f"  all in memory     would need {format_bytes(self.in_memory_bytes)}: this run took "
-            f"{self.peak_bytes / self.in_memory_bytes:.2f} of it",
-            f"  time              model {1 - self.update_share:.0%}, update {self.update_share:.0%}, of which stalled: "
-            f"disk {self.stall_disk_share:.0%}, commit {self.stall_commit_share:.0%}; kernel {self.kernel_share:.0%}",
-            f"  limited by        {self._limit()}",
-        ]
-
-    def _traffic(self) -> str:
-        n, step = self.parameters, self.step_read_bytes + self.step_write_bytes
-        text = f"{self.step_read_bytes / n:.3f} read + {self.step_write_bytes / n:.3f} written bytes per parameter"
-        if (self.step_read_bytes, self.step_write_bytes) == (self.ledger_read_bytes, self.ledger_write_bytes):
-            return f"{text}, equal to the ledger to the byte"
-        return f"{text}, {step - self.ledger_read_bytes - self.ledger_write_bytes:+.0f} bytes against the ledger"
-
-    def _limit(self) -> str:
-        parts = {
-            f"forward and backward of the model; a faster disk would save {self.stall_disk_share:.0%}": 1
-            - self.update_share,
-            "the disk": self.stall_disk_share,
-            "commits": self.stall_commit_share,
-            "the AdamW kernel": self.kernel_share,
-        }
-        return max(parts, key=lambda name: parts[name])
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -128,6 +51,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--size", choices=SIZES, default="350M", help="parameters, by name (350M)")
+    parser.add_argument(
+        "--params", choices=("nvme", "cpu", "none"), default="nvme", help="where parameters are at home (nvme)"
+    )
     parser.add_argument("--steps", type=int, default=10, help="optimizer steps (10)")
     parser.add_argument("--batch", type=int, default=2, help="sequences per step (2)")
     parser.add_argument("--length", type=int, default=128, help="bytes per sequence, at most 1024 (128)")
@@ -224,11 +150,11 @@ class Progress:
             return
         self._shown_s = passed_s
         stats = model.offload_stats()
-        rate = (stats.update_read_bytes + stats.update_write_bytes) / max(stats.step_s, 1e-9)
+        rate = (stats.read_bytes + stats.write_bytes - stats.fill_bytes) / max(stats.disk_busy_s, 1e-9)
         line = (
             f"step {step}/{steps}  loss {loss:.3f}  "
             f"{step * self._settings.batch * self._settings.length / passed_s:.0f} tokens/s  "
-            f"disk {rate / 1e9:.2f} GB/s in updates  stalled {stats.disk_wait_s / passed_s:.0%}"
+            f"disk {rate / 1e9:.2f} GB/s  stalled {stats.wait_s / passed_s:.0%}"
         )
         end = "" if is_terminal and step < steps else "\n"
         print(f"\r{line:<90}" if is_terminal else line, end=end, file=sys.stderr, flush=True)
@@ -240,8 +166,6 @@ def train(model: Any, text: Tensor, settings: argparse.Namespace, device: torch.
     scheduler = torch.optim.lr_scheduler.LambdaLR(opt, lambda step: min(1.0, (step + 1) / WARMUP_STEPS))
     draw = torch.Generator().manual_seed(1)
     losses: list[float] = []
-    for param in model.parameters():
-        param.register_post_accumulate_grad_hook(hear_signals)
     progress = Progress(settings)
     for step in range(settings.steps):
         starts = torch.randint(0, len(text) - settings.length, (settings.batch,), generator=draw)
@@ -257,13 +181,15 @@ def train(model: Any, text: Tensor, settings: argparse.Namespace, device: torch.
         scheduler.step()
         opt.zero_grad()
         progress.show(model, step + 1, losses[-1])
+    model.flush()
     return losses
 
 
 def make_report(model: Any, settings: argparse.Namespace, losses: list[float], **known: Any) -> Report:
     """Collect the figures of a finished run."""
-    stats, ledger = model.offload_stats(), model.offload_ledger()
+    stats, ledger = model.offload_stats(), model.offload_ledger(steps=settings.steps)
     seconds: float = known["seconds"]
+    moved = stats.read_bytes + stats.write_bytes - stats.fill_bytes
     return Report(
         size=settings.size,
         parameters=SIZES[settings.size].numel,
@@ -273,20 +199,31 @@ def make_report(model: Any, settings: argparse.Namespace, losses: list[float], *
         loss_first=losses[0],
         loss_last=losses[-1],
         tokens_per_s=settings.batch * settings.length * len(losses) / seconds,
-        step_read_bytes=stats.update_read_bytes / stats.steps,
+        step_read_bytes=(stats.fetch_bytes + stats.update_read_bytes) / stats.steps,
         step_write_bytes=stats.update_write_bytes / stats.steps,
-        ledger_read_bytes=ledger.read_bytes,
-        ledger_write_bytes=ledger.write_bytes,
+        ledger_read_bytes=ledger.read_bytes / stats.steps,
+        ledger_write_bytes=ledger.write_bytes / stats.steps,
         fill_bytes=stats.fill_bytes,
         manifest_bytes=stats.manifest_bytes,
-        disk_bytes_per_s=(stats.update_read_bytes + stats.update_write_bytes) / stats.step_s,
+        disk_bytes_per_s=moved / max(stats.disk_busy_s - known.pop("fill_s"), 1e-9),
         peak_bytes=resident_bytes("VmHWM"),
         plan_bytes=model.offload_plan.host_bytes,
-        update_share=stats.step_s / seconds,
         stall_disk_share=stats.disk_wait_s / seconds,
         stall_commit_share=stats.commit_wait_s / seconds,
+        stall_kernel_share=stats.kernel_wait_s / seconds,
+        overlap=stats.overlap,
         **known,
     )
+
+
+def build(size: Size, dtype: torch.dtype) -> ByteTransformer:
+    """Return the model with seeded weights, made in `dtype` at once."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        return ByteTransformer(size)
+    finally:
+        torch.set_default_dtype(before)
 
 
 def run(settings: argparse.Namespace, folder: Path) -> Report:
@@ -301,7 +238,9 @@ def run(settings: argparse.Namespace, folder: Path) -> Report:
     warm_up()
     base = resident_bytes()
     activations = activation_bytes(size, settings.batch * settings.length, dtype.itemsize)
-    need = 2 * dtype.itemsize * size.numel + activations if is_cpu else 0  # parameters, gradients
+    # Built in memory first; then gradients are there, in float32, and parameters only if they stay.
+    kept = dtype.itemsize * (settings.params != "nvme")
+    need = size.numel * max(dtype.itemsize, 4 + kept) + activations if is_cpu else 0
     budget = parse_size(settings.budget or base + need + ALLOWANCE_BYTES, "--budget")
     is_held = settings.enforce == "auto" and (is_cpu or settings.budget is not None)
     holder = "held by RLIMIT_DATA" if is_held else "not enforced"
@@ -311,12 +250,14 @@ def run(settings: argparse.Namespace, folder: Path) -> Report:
     with memory_budget(budget) if is_held else contextlib.nullcontext():
         torch.manual_seed(0)
         with device:
-            model = ByteTransformer(size).to(dtype)
-        offloaded: Any = offload(model, param_offload="none", optimizer_offload="nvme", nvme_path=folder, keep="never")
+            model = build(size, dtype)
+        offloaded: Any = offload(
+            model, param_offload=settings.params, optimizer_offload="nvme", nvme_path=folder, keep="never"
+        )
         with offloaded:
             print("\n".join(offloaded.offload_plan.lines()))
             print(f"  {'activations':<18}{format_bytes(activations):>12}  this demo's estimate, on top", flush=True)
-            start_s = time.perf_counter()
+            start_s, fill_s = time.perf_counter(), offloaded.offload_stats().disk_busy_s
             losses = train(model, text, settings, device)
             end_s = time.perf_counter()
             return make_report(
@@ -326,16 +267,13 @@ def run(settings: argparse.Namespace, folder: Path) -> Report:
                 device=str(device),
                 dtype=str(dtype).removeprefix("torch."),
                 seconds=end_s - start_s,
+                fill_s=fill_s,
                 total_seconds=end_s - begin_s,
                 activation_bytes=activations if is_cpu else 0,
                 budget_bytes=budget,
                 enforced_by=holder,
                 in_memory_bytes=base + 16 * size.numel + activation_bytes(size, settings.batch * settings.length, 4),
             )
-
-
-def hear_signals(_param: Tensor) -> None:
-    """Run as Python within a backward, which else would keep Ctrl-C waiting to its end."""
 
 
 def interrupt_once(number: int, _frame: object) -> None:

@@ -1,4 +1,4 @@
-"""The only room that names CUDA: copies between a device and the pool, registration, streams.
+"""The only room that names CUDA: copies, registration, streams, and the memory that units are gathered in.
 
 Its twin, SimDevice, keeps every copy until its stream is waited for.
 """
@@ -11,7 +11,9 @@ from typing import Any, Protocol
 import torch
 
 from nvoffload import native
+from nvoffload.buffers import HUGE_PAGE_BYTES, Arena
 from nvoffload.errors import MachineError
+from nvoffload.shims import storage_at
 
 
 class Device(Protocol):
@@ -27,6 +29,61 @@ class Device(Protocol):
 
     def close(self) -> None:
         """Free streams. Idempotent."""
+
+
+class Memory:
+    """Bytes on the device for gathered values, from one allocation to `close`."""
+
+    def __init__(self, device: torch.device, nbytes: int) -> None:
+        self.device = device
+        self.nbytes = nbytes
+        self._arena: Arena | None = None
+        self._tensor: torch.Tensor | None = None
+        if device.type == "cpu":
+            self._arena = Arena(nbytes, is_huge=nbytes >= HUGE_PAGE_BYTES, is_forkable=True)
+            self.address = self._arena.address
+        else:
+            self._tensor = torch.empty(nbytes, dtype=torch.uint8, device=device)
+            self.address = self._tensor.data_ptr()
+
+    def storage(self, offset: int, nbytes: int) -> torch.UntypedStorage:
+        """Return a storage over a piece; it doesn't own it. REQUIRES: within the memory."""
+        assert offset >= 0 and offset + nbytes <= self.nbytes
+        return storage_at(self.address + offset, nbytes, self.device)
+
+    def close(self) -> None:
+        """Give the memory back. REQUIRES: no storage over it is used any more. Idempotent."""
+        self._tensor = None
+        if self._arena is not None:
+            self._arena.close()
+
+
+class Poison:
+    """What a storage shows while its bytes are elsewhere: NaN, in no memory of its own.
+
+    On the host a mapping of one page of NaN, repeated; it lasts as long as the process, because a view
+    of it may. On CUDA a null pointer: the version counter guards it.
+    """
+
+    def __init__(self, device: torch.device, nbytes: int) -> None:
+        self._device = device
+        self._nbytes = nbytes
+        self._address = 0
+        if device.type == "cpu" and nbytes:
+            out = native.ffi.new("void **")
+            native.check(native.lib.nvo_poison_map(nbytes, out), f"mapping {nbytes} bytes of NaN")
+            self._address = int(native.ffi.cast("intptr_t", out[0]))
+
+    def storage(self, nbytes: int) -> torch.UntypedStorage:
+        """Return a storage of `nbytes` of it."""
+        assert nbytes <= self._nbytes
+        return storage_at(self._address, nbytes, self._device)
+
+    def clean(self) -> None:
+        """Undo what somebody wrote there."""
+        if self._address:
+            address = native.ffi.cast("void *", self._address)
+            native.check(native.lib.nvo_poison_clean(address, self._nbytes), "cleaning the poison")
 
 
 class HostDevice:

@@ -1,4 +1,4 @@
-"""Geometry: flats cut into tiles and segments, zones with two slots, offsets in a file.
+"""Geometry: units of flats, flats cut into tiles and segments, zones with two slots, offsets in a file.
 
 Pure arithmetic on sizes; the one place that rounds. Opens nothing, knows no torch.
 """
@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 
+from nvoffload.config import format_bytes
 from nvoffload.errors import ConfigError
 
 ALIGN = 4096
@@ -16,6 +17,8 @@ TILE_NUMEL_MAX = 1 << 20
 # A buffer holds 16 bytes per element of its tile: fp32 weight, two words, a staged fp32 gradient.
 BUFFER_BYTES_PER_ELEMENT = 16
 PARAMETER_START_BYTES = 64
+NUM_FRAMES = 3
+NUM_FRAMES_MIN = 2
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -36,11 +39,12 @@ class ParameterSpec:
 
 @dataclass(frozen=True, slots=True)
 class Flat:
-    """Parameters of one dtype and trainability end to end, each from a 64-byte boundary.
+    """A unit's parameters of one dtype and trainability end to end, each from a 64-byte boundary.
 
     `item_bytes` of the fetched part, `low_bytes` of the remainder, per element.
     """
 
+    unit: int
     dtype: str
     item_bytes: int
     low_bytes: int
@@ -51,7 +55,7 @@ class Flat:
 
     @classmethod
     def of(
-        cls, specs: Sequence[ParameterSpec], params: Sequence[int], *, item_bytes: int, is_trainable: bool
+        cls, specs: Sequence[ParameterSpec], params: Sequence[int], *, unit: int, item_bytes: int, is_trainable: bool
     ) -> "Flat":
         """Lay `params` (indices into `specs`, one dtype) end to end."""
         step = max(1, PARAMETER_START_BYTES // item_bytes)
@@ -61,7 +65,7 @@ class Flat:
             end += round_up(specs[index].numel, step)
         low_bytes = 2 if is_trainable and specs[params[0]].dtype == "bfloat16" else 0
         dtype = specs[params[0]].dtype
-        return cls(dtype, item_bytes, low_bytes, is_trainable, tuple(params), tuple(starts), end)
+        return cls(unit, dtype, item_bytes, low_bytes, is_trainable, tuple(params), tuple(starts), end)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +96,24 @@ class Tile:
 
 
 @dataclass(frozen=True, slots=True)
+class UnitSpec:
+    """What is gathered together: flats end to end, each from an ALIGN boundary of gathered memory.
+
+    `flats` and `tiles` index the layout's, `params` its specs; there is a flat offset in bytes per flat.
+    `nbytes` of gathered memory, a multiple of ALIGN, are 0 for a unit of empty parameters. A unit that
+    `is_kept` has its own memory, beside the frames, from first to last use.
+    """
+
+    name: str
+    flats: tuple[int, ...]
+    flat_offsets: tuple[int, ...]
+    tiles: range
+    params: tuple[int, ...]
+    nbytes: int
+    is_kept: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Zone:
     """Two equal halves of a file; tile i's place in slot s is base + s * half_bytes + offsets[i]."""
 
@@ -112,17 +134,24 @@ class Zone:
 
 @dataclass(frozen=True)
 class Layout:
-    """How one store cuts its parameters. Frozen by the first commit; never derived again."""
+    """How one store cuts its parameters. Frozen by the first commit; never derived again.
+
+    Flats stand in the order of units, tiles in that of flats.
+    """
 
     align: int
     tile_numel: int
     specs: tuple[ParameterSpec, ...]
     flats: tuple[Flat, ...]
     tiles: tuple[Tile, ...]
+    units: tuple[UnitSpec, ...]
 
     @cached_property
     def digest(self) -> str:
-        """Hash of everything that decides where bytes are and what they mean."""
+        """Hash of everything that decides where bytes are and what they mean.
+
+        The cuts between units are in it: each flat names its unit.
+        """
         facts = [
             self.align,
             self.tile_numel,
@@ -136,6 +165,19 @@ class Layout:
         """Hash of names, shapes and dtypes: the identity of the model, however it is cut."""
         facts = [[spec.name, spec.shape, spec.dtype] for spec in self.specs]
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+
+    def place_of(self, param: int) -> tuple[int, int]:
+        """Return the unit of a parameter and its byte offset in that unit's gathered memory."""
+        return self._places[param]
+
+    @cached_property
+    def _places(self) -> dict[int, tuple[int, int]]:
+        return {
+            param: (index, offset + start * self.flats[flat].item_bytes)
+            for index, unit in enumerate(self.units)
+            for flat, offset in zip(unit.flats, unit.flat_offsets, strict=True)
+            for param, start in zip(self.flats[flat].params, self.flats[flat].starts, strict=True)
+        }
 
     def param_zone(self, base: int) -> Zone:
         """Return the zone of all tiles' parameter extents, from `base` on."""
@@ -197,6 +239,25 @@ def _with_segments(
     )
 
 
+def lay_units(
+    names: Sequence[str], kept: Sequence[bool], flats: Sequence[Flat], tile_numel: int
+) -> tuple[UnitSpec, ...]:
+    """Return one unit per name, over the flats that carry its index; flats stand in the order of units."""
+    assert [flat.unit for flat in flats] == sorted(flat.unit for flat in flats)
+    units, end_tile = [], 0
+    for index, (name, is_kept) in enumerate(zip(names, kept, strict=True)):
+        mine = [i for i, flat in enumerate(flats) if flat.unit == index]
+        offsets, nbytes, first_tile = [], 0, end_tile
+        for flat in (flats[i] for i in mine):
+            offsets.append(nbytes)
+            nbytes += round_up(flat.numel * flat.item_bytes, ALIGN)
+            end_tile += -(-flat.numel // tile_numel)
+        params = sorted(param for i in mine for param in flats[i].params)
+        tiles = range(first_tile, end_tile)
+        units.append(UnitSpec(name, tuple(mine), tuple(offsets), tiles, tuple(params), nbytes, is_kept))
+    return tuple(units)
+
+
 def choose_tile_numel(flats: Sequence[Flat], buffer_bytes: int | None) -> int:
     """Return elements per tile: a multiple of align, at most buffer_bytes / 16 and 1 Mi."""
     if buffer_bytes is None:
@@ -211,12 +272,38 @@ def choose_tile_numel(flats: Sequence[Flat], buffer_bytes: int | None) -> int:
     return buffer_bytes // least * ALIGN
 
 
-def choose_buffer_count(tile_numel: int, num_tiles: int, in_flight_bytes: int, memory_bytes: int) -> int:
+def choose_buffer_count(
+    tile_numel: int, num_tiles: int, in_flight_bytes: int, memory_bytes: int, fetched_unit_bytes: int = 0
+) -> int:
     """Return how many buffers keep `in_flight_bytes` of the disk's queue full both ways.
 
-    W = 1 + 2 ceil(in flight / 12 bytes per element of a tile), and one for a demanded read; at
-    most one more than there are tiles and a quarter of `memory_bytes`; at least 2.
+    W + F: W = 1 + 2 ceil(in flight / 12 bytes per element of a tile) for updates, and
+    F = 1 + ceil(two units of `fetched_unit_bytes`, the largest one's / buffer) for fetches; at most
+    one more than there are tiles and a quarter of `memory_bytes`; at least 2.
     """
-    wanted = 2 + 2 * -(-in_flight_bytes // (12 * tile_numel))
-    affordable = memory_bytes // 4 // (BUFFER_BYTES_PER_ELEMENT * tile_numel)
-    return max(2, min(wanted, num_tiles + 1, affordable))
+    buffer_bytes = BUFFER_BYTES_PER_ELEMENT * tile_numel
+    for_updates = 1 + 2 * -(-in_flight_bytes // (12 * tile_numel))
+    for_fetches = 1 + -(-2 * fetched_unit_bytes // buffer_bytes)
+    affordable = memory_bytes // 4 // buffer_bytes
+    return max(2, min(for_updates + for_fetches, num_tiles + 1, affordable))
+
+
+def choose_frames(largest_unit_bytes: int, kept_bytes: int, num_frame_units: int, budget_bytes: int | None) -> int:
+    """Return how many frames of `largest_unit_bytes` the `num_frame_units` units that need one share.
+
+    Without a budget 3; with one, as many as fit beside the kept units; never more than there are
+    units. Raise ConfigError with the least budget if fewer than 2 fit (1 for a single unit).
+    """
+    if budget_bytes is None:
+        return min(NUM_FRAMES, num_frame_units)
+    num_least = min(NUM_FRAMES_MIN, num_frame_units)
+    least_bytes = kept_bytes + num_least * largest_unit_bytes
+    if budget_bytes < least_bytes:
+        raise ConfigError(
+            f"device_budget={budget_bytes} bytes is too small: kept units take {format_bytes(kept_bytes)} and "
+            f"the frames {num_least} x {format_bytes(largest_unit_bytes)}, the largest unit. "
+            f"The least is {least_bytes} bytes; or cut smaller units with units=..."
+        )
+    if num_frame_units == 0:
+        return 0
+    return min(num_frame_units, (budget_bytes - kept_bytes) // largest_unit_bytes)

@@ -4,7 +4,8 @@ import logging
 import sys
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar, cast
@@ -12,18 +13,21 @@ from typing import Any, Self, TypeVar, cast
 import torch
 from torch import nn
 
-from nvoffload.buffers import available_memory_bytes, check_affordable
-from nvoffload.config import Io, OffloadConfig, PathLike, Size, format_bytes, nearest, parse_size, resolve
+from nvoffload import native
+from nvoffload.backend import threads_of
+from nvoffload.config import Io, OffloadConfig, PathLike, Size, nearest, parse_size, resolve
 from nvoffload.device import open_device
 from nvoffload.errors import ConfigError, UsageError
-from nvoffload.layout import BUFFER_BYTES_PER_ELEMENT, Layout, choose_buffer_count
-from nvoffload.ledger import Traffic, expected_store_bytes, host_state_bytes
-from nvoffload.parameter import claim, owner_of
-from nvoffload.partition import build_layout, named_parameters
-from nvoffload.plan import Plan, resident_bytes
-from nvoffload.runtime import OffloadStats, Session, hook_forward
+from nvoffload.ledger import Traffic, store_bytes
+from nvoffload.parameter import OffloadedParameter
+from nvoffload.partition import Cut, build_layout, cut_units, named_parameters, owners_of
+from nvoffload.plan import Plan, choose_memory, homes_of, make_plan
+from nvoffload.runtime import Runtime
+from nvoffload.session import Session
+from nvoffload.stats import OffloadStats
 from nvoffload.store import sweep
 from nvoffload.swapfile import check_folder, check_space
+from nvoffload.unit import Binding, Unit
 
 log = logging.getLogger("nvoffload")
 M = TypeVar("M", bound=nn.Module)
@@ -31,26 +35,34 @@ PROGRESS_AFTER_S = 2.0
 
 
 class OffloadedModule:
-    """What `offload` adds to a module: flush, close, stats, and `with`."""
+    """What `offload` adds to a module: flush, close, figures, and `with`."""
 
     _nvoffload: Session
     offload_plan: Plan
 
     def flush(self) -> None:
-        """Return when every step made so far is written and committed."""
+        """Return when every step made so far is applied, written and committed. Not inside a backward."""
         self._nvoffload.flush()
 
     def close(self) -> None:
-        """End the offload: free the pool, remove the store unless keep="always". Idempotent."""
-        self._nvoffload.end(is_clean=True)
+        """End the offload: free memory, remove the store unless keep="always". Idempotent.
+
+        With param_offload="none" the module is an ordinary one again; else its parameters are gone, and
+        every read of one says so. Raises, after all this, an error of an update that nobody was told of.
+        """
+        _end(self, self._nvoffload, is_clean=True)
 
     def offload_stats(self) -> OffloadStats:
         """Return bytes and seconds since offload()."""
         return self._nvoffload.stats()
 
-    def offload_ledger(self) -> Traffic:
-        """Return the bytes that one update of all parameters must read and write."""
-        return self._nvoffload.ledger()
+    def offload_ledger(self, *, steps: int = 1, passes: int = 1) -> Traffic:
+        """Return the bytes that `steps` steps of `passes` forwards and backwards, and a flush, must move."""
+        return self._nvoffload.ledger(steps=steps, passes=passes)
+
+    def offload_summary(self) -> str:
+        """Return what is where, and where the time went, in lines for people."""
+        return "\n".join(self._nvoffload.summary())
 
     def __enter__(self) -> Self:
         return self
@@ -58,13 +70,38 @@ class OffloadedModule:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._nvoffload.end(is_clean=error is None)
+        _end(self, self._nvoffload, is_clean=error is None)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         raise UsageError("an offloaded model can't be deep-copied; copy it before offload().")
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise UsageError("an offloaded model can't be pickled; save model.state_dict().")
+
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> Any:
+        # The first thing that DistributedDataParallel asks of a module.
+        raise UsageError(
+            "DistributedDataParallel can't wrap an offloaded model: its parameters and gradients are not in memory. "
+            "Use the model as it is."
+        )
+
+
+def _end(module: OffloadedModule, session: Session, *, is_clean: bool) -> None:
+    was_told = session.backend.is_told
+    was_open = session.is_open
+    session.end(is_clean=is_clean)
+    _unhook(module)
+    if was_open and is_clean and not was_told and session.backend.error is not None:
+        raise session.backend.error
+
+
+def _unhook(module: OffloadedModule) -> None:
+    """Give the module its own class back once its parameters are ordinary ones again."""
+    if not any(isinstance(p, OffloadedParameter) for p in cast(Any, module).parameters()):
+        runtime = vars(module).pop("_nvoffload_runtime", None)
+        if runtime is not None:
+            runtime.remove()
 
 
 def offload(
@@ -80,6 +117,8 @@ def offload(
     resume: bool | str | None = None,
     update: str | None = None,
     update_threads: int | None = None,
+    device_budget: Size | None = None,
+    units: Any = None,
     name: str | None = None,
     device: torch.device | str | None = None,
     verify: bool | None = None,
@@ -88,9 +127,10 @@ def offload(
 ) -> M:
     """Offload a module in place and return it, now also an OffloadedModule.
 
-    With optimizer_offload="nvme" the values (and, from the optimizer's constructor on, its states)
-    live in a swap file in `nvme_path`; parameters stay on their device as plain tensors. Build the
-    optimizer after this call, with nvoffload.optim.
+    Parameters and optimizer states go to their tiers: "nvme" is a swap file in `nvme_path`, "cpu" host
+    memory, "none" where they are. Registered parameters become wrappers with true shape, dtype and
+    device that are read on demand; inside the forward and backward of their unit (`units`: what is
+    brought together) they are plain tensors. Build the optimizer after this call, with nvoffload.optim.
 
     Raises ConfigError for arguments and models that can't work, MachineError for too little space or
     memory, UsageError for a module that is offloaded already; nothing is left behind then.
@@ -111,12 +151,18 @@ def offload(
         resume=resume,
         update=update,
         update_threads=update_threads,
+        device_budget=device_budget,
+        units=units,
         name=name,
         device=device,
         verify=verify,
         **others,
     )
-    folder = check_folder(cast("Path | None", chosen.nvme_path)) if chosen.state_tier == "nvme" else None
+    return _offload(module, chosen)
+
+
+def _offload(module: M, chosen: OffloadConfig) -> M:
+    folder = check_folder(cast("Path | None", chosen.nvme_path)) if chosen.uses_disk else None
     if not isinstance(module, nn.Module):
         raise ConfigError(f"offload() takes an nn.Module, not {type(module).__name__}.")
     _check_unowned(module)
@@ -127,22 +173,24 @@ def offload(
     if chosen.optimizer_offload == "none" and torch_device.type != "cpu":
         raise ConfigError('optimizer_offload="none" on a CUDA device is not supported yet; use "cpu" or "nvme".')
     buffer_bytes = None if chosen.buffer_size is None else parse_size(chosen.buffer_size, "buffer_size")
-    layout = build_layout(params, buffer_bytes)
-    plan, count = _plan(chosen, layout, params, torch_device)
+    cuts = cut_units(module, params, chosen.units)
+    layout = build_layout(params, buffer_bytes, cuts)
+    frames = choose_memory(chosen, layout)
+    plan, count = make_plan(chosen, layout, frames, torch_device)
     if folder is not None:
         sweep(folder, chosen.name, layout, resume=chosen.resume)
-        check_space(folder, expected_store_bytes(layout), "this model with AdamW states")
-    threads = Session.threads_of(chosen)
+        check_space(folder, store_bytes(layout, homes_of(chosen)), "this model with AdamW states")
     session = Session(
         chosen,
         layout,
         folder=folder,
         buffer_count=count,
-        device=open_device(torch_device, threads),
+        num_frames=frames,
+        device=open_device(torch_device, threads_of(chosen)),
         torch_device=torch_device,
     )
     try:
-        _attach(module, params, session, plan)
+        _attach(module, params, session, cuts, plan)
     except BaseException:
         session.end(is_clean=True)
         raise
@@ -151,31 +199,63 @@ def offload(
     return module
 
 
-def _attach(module: nn.Module, params: Mapping[str, nn.Parameter], session: Session, plan: Plan) -> None:
-    for index, param in enumerate(params.values()):
-        claim(param, session, index)
-        session.remember(index, param)
-    session.device.synchronize()
-    session.fill({i: p.data_ptr() for i, p in enumerate(params.values())}, progress("writing parameters"))
+def _attach(
+    module: nn.Module, params: dict[str, nn.Parameter], session: Session, cuts: Sequence[Cut], plan: Plan
+) -> None:
+    owners = owners_of(module, params)
+    tensors: list[Any] = list(params.values())
+    params.clear()  # nobody but the module keeps what is taken over
+    modules = dict(module.named_modules())
+    show = progress("writing parameters")
+    session.synchronize()
+    runtime = Runtime(session)
+    # Without a disk a unit is taken over as it is filled, which frees the original; with one, once all
+    # units are on it, so that an I/O error before leaves the module as it was.
+    is_copied = not session.config.uses_disk
+    for done, unit in enumerate(session.units):
+        session.fill(unit, {i: tensors[i].data_ptr() for i in unit.spec.params})
+        if is_copied:
+            _adopt(session, unit, tensors, owners, modules)
+        show(done + 1, len(session.units))
+    for unit, cut in zip(session.units, cuts, strict=True):
+        if not is_copied:
+            _adopt(session, unit, tensors, owners, modules)
+        runtime.hook_unit(unit, [modules[name] for name in cut.modules])
+    runtime.hook_root(module)
+    native.lib.nvo_trim()  # of the parameters that have just been freed
+    base = type(module)
     if not isinstance(module, OffloadedModule):
-        base = type(module)
         names = {"__module__": base.__module__, "__qualname__": base.__qualname__}
         module.__class__ = type(f"Offloaded{base.__name__}", (OffloadedModule, base), names)
-    else:
-        cast(Any, module._nvoffload_hook).remove()
-    module._nvoffload = session  # type: ignore[assignment]
-    module.offload_plan = plan  # type: ignore[assignment]
-    module._nvoffload_hook = hook_forward(module, session)
+    facts: dict[str, Any] = {"_nvoffload": session, "offload_plan": plan, "_nvoffload_runtime": runtime}
+    vars(module).update(facts)
     # Also runs at the interpreter's exit, before daemon threads are stopped.
     weakref.finalize(module, session.end_at_exit)
 
 
+def _adopt(
+    session: Session,
+    unit: Unit,
+    tensors: list[Any],
+    owners: Sequence[Sequence[tuple[str, str]]],
+    modules: Mapping[str, nn.Module],
+) -> None:
+    bindings = []
+    for index in unit.spec.params:
+        wrapper = session.wrapper_of(index, requires_grad=tensors[index].requires_grad)
+        bindings += [Binding(weakref.ref(modules[name]), attribute, wrapper) for name, attribute in owners[index]]
+    session.adopt(unit, bindings, {index: tensors[index] for index in unit.spec.params})
+    for index in unit.spec.params:
+        tensors[index].offloaded_as = session.layout.specs[index].name  # for whoever holds the original
+        tensors[index] = None
+
+
 def _check_unowned(module: nn.Module) -> None:
     for name, param in module.named_parameters():
-        owner = owner_of(param)
-        if owner is not None and owner[0].is_open:
+        if isinstance(param, OffloadedParameter):
             raise UsageError(
-                f"{name} is offloaded already. Close the first: model.close(); or offload once, at the top."
+                f"{name} is offloaded already. Offload once, at the top; to do it anew build the model again, and "
+                "close this one: model.close()."
             )
 
 
@@ -199,31 +279,6 @@ def _device_of(params: Mapping[str, nn.Parameter]) -> torch.device:
     return next(iter(devices), torch.device("cpu"))
 
 
-def _plan(
-    config: OffloadConfig, layout: Layout, params: Mapping[str, nn.Parameter], device: torch.device
-) -> tuple[Plan, int]:
-    """Return the plan and the buffer count (0: no pool); raise ConfigError if the pool can't fit."""
-    is_disk = config.state_tier == "nvme"
-    buffer_bytes = BUFFER_BYTES_PER_ELEMENT * layout.tile_numel
-    count = 0
-    if is_disk or device.type != "cpu":
-        in_flight = config.io.queue_depth * config.io.block_bytes
-        count = config.buffer_count or choose_buffer_count(
-            layout.tile_numel, len(layout.tiles), in_flight, available_memory_bytes()
-        )
-        check_affordable(count, buffer_bytes)
-    grads = sum(p.numel() * p.element_size() for p in params.values() if p.requires_grad)
-    plan = Plan(
-        resident_bytes=resident_bytes(),
-        pool_bytes=count * buffer_bytes,
-        gradient_bytes=grads if device.type == "cpu" else 0,
-        host_state_bytes=0 if is_disk else host_state_bytes(layout),
-        disk_bytes=expected_store_bytes(layout) if is_disk else 0,
-        pool_text=f"{count} buffers of {format_bytes(buffer_bytes)}",
-    )
-    return plan, count
-
-
 def progress(what: str) -> Callable[[int, int], None]:
     """Return a callback that shows, after a while and only on a terminal, how far a job is."""
     start_s = time.monotonic()
@@ -234,3 +289,31 @@ def progress(what: str) -> Callable[[int, int], None]:
             print(f"\rnvoffload: {what} {100 * done // max(1, total)} %", end=end, file=sys.stderr)
 
     return show
+
+
+@contextmanager
+def gathered(what: nn.Module | torch.Tensor | Sequence[torch.Tensor], *, write: bool = False) -> Iterator[Any]:
+    """Give whole values of offloaded parameters as plain tensors, after all steps made so far.
+
+    A module gives a dict by name, a sequence of parameters a list, one parameter a tensor. With `write`
+    what the tensors hold at the end of the block is stored. Raises UsageError for other tensors.
+    """
+    named = dict(what.named_parameters()) if isinstance(what, nn.Module) else None
+    given: Any = what
+    tensors = list(named.values()) if named is not None else [given] if isinstance(given, torch.Tensor) else list(given)
+    params: list[Any] = []
+    for tensor in tensors:
+        if not isinstance(tensor, OffloadedParameter) or not isinstance(tensor.home, Session):
+            raise UsageError(f"gathered() takes offloaded parameters; one of shape {tuple(tensor.shape)} is not.")
+        params.append(tensor)
+    sessions: dict[int, Session] = {id(param.home): param.home for param in params}
+    with ExitStack() as stack:
+        found = {
+            key: stack.enter_context(session.gathered([p.index for p in params if p.home is session], write=write))
+            for key, session in sessions.items()
+        }
+        values = [found[id(param.home)][param.index] for param in params]
+        if named is not None:
+            yield dict(zip(named, values, strict=True))
+        else:
+            yield values[0] if isinstance(what, torch.Tensor) else values

@@ -10,25 +10,22 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from nvoffload.errors import ConfigError, UsageError
-from nvoffload.parameter import owner_of
-from nvoffload.partition import is_dense
-from nvoffload.runtime import Session
-from nvoffload.update import Group, Tiles, Work
-
-_GRAD_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+from nvoffload.mover import Group, Tiles, Work
+from nvoffload.parameter import OffloadedParameter
+from nvoffload.session import Session
 
 
 class AdamW(Optimizer):
     """AdamW (Loshchilov and Hutter 2019, decoupled decay) with torch.optim.AdamW's arguments.
 
     Parameters must belong to models that `offload` has seen, float32 or bfloat16. bfloat16 weights
-    have a 32-bit master of which the weight is the upper half. `step` returns when the parameters are
-    new and all states are written; it raises StorageError when a transfer fails. `state[p]` holds the
-    step number only. foreach and fused are accepted and have no effect.
+    have a 32-bit master of which the weight is the upper half. `step` captures the gradients; with
+    update="deferred" it returns then, and whoever reads a parameter next, a forward above all, waits
+    for its new value. An I/O error of an update is raised there, or at the next step, flush or close.
+    `state[p]` holds the step number only. foreach and fused are accepted and have no effect.
     """
 
     def __init__(
@@ -60,8 +57,8 @@ class AdamW(Optimizer):
             "weight_decay": weight_decay,
             "maximize": maximize,
         }
-        self._zones: dict[int, tuple[Session, list[Tiles]]] = {}
-        self._marks: dict[int, tuple[int, int]] = {}
+        self._zones: dict[int, tuple[Session, list[dict[int, Tiles]]]] = {}
+        self._adopted: set[Tensor] = set()  # those that have states
         self._is_built = False
         super().__init__(params, defaults)
         self._is_built = True
@@ -91,10 +88,11 @@ class AdamW(Optimizer):
             self._zones.setdefault(key, (session, []))[1].append(tiles)
             for index in indices:
                 session.optimizers[index] = weakref.ref(self)
-            if session.store is not None:
-                session.store.captures.append(_capture_of(self))
+            if session.backend.store is not None:
+                session.backend.store.captures.append(_capture_of(self))
         for param in params:
             self.state[param] = {"step": torch.tensor(0.0)}
+        self._adopted.update(param for param in params if param.requires_grad)
 
     def _owner(self, param: Tensor, position: int) -> tuple[Session, int]:
         owner = owner_of(param)
@@ -105,7 +103,7 @@ class AdamW(Optimizer):
                 "optimizer after."
             )
         session, index = owner
-        session.check_open()
+        session.backend.check_open()
         spec = session.layout.specs[index]
         other = session.optimizers.get(index)
         if other is not None and other() is not None:
@@ -128,54 +126,48 @@ class AdamW(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        sessions = [session for session, _ in self._zones.values()]
+        for session in sessions:
+            session.check_at_rest("step()")
         groups = [_group(group) for group in self.param_groups]
-        for session, _ in self._zones.values():
-            session.check_open()
-        interrupts = [self._step_session(session, zones, groups) for session, zones in self._zones.values()]
-        for interrupt in interrupts:
-            if interrupt is not None:
-                raise interrupt
+        for session, zones in self._zones.values():
+            works, stepped = self._works_of(session)
+            if works:
+                session.step(id(self), zones, works, groups)
+            for param in stepped:
+                self.state[param]["step"] += 1
+        for session in sessions:
+            session.finish_step()
         return loss
 
-    def _step_session(self, session: Session, zones: list[Tiles], groups: list[Group]) -> KeyboardInterrupt | None:
+    def _works_of(self, session: Session) -> tuple[list[Work], list[Tensor]]:
         works: list[Work] = []
         stepped: list[Tensor] = []
-        addresses: dict[int, int] = {}
-        gradients: list[Tensor] = []  # kept until the update has read them
         for number, group in enumerate(self.param_groups):
             for param in group["params"]:
                 owner = owner_of(param)
-                if owner is None or owner[0] is not session:
+                if owner is None or owner[0] is not session or owner[1] not in session.accumulators:
                     continue
-                index = owner[1]
-                _check_unchanged(param, session, index)
-                addresses[index] = param.data_ptr()
-                if param.grad is None:
+                accumulator = session.accumulators[owner[1]]
+                scale = accumulator.capture(param.grad)
+                if scale is None:
                     continue
-                grad = _dense_gradient(param, session.layout.specs[index].name)
-                gradients.append(grad)
+                if param not in self._adopted:
+                    raise UsageError(
+                        f"{session.layout.specs[owner[1]].name} was frozen when this optimizer was built, and has a "
+                        "gradient now. Build the optimizer when every parameter it will train needs gradients."
+                    )
                 stepped.append(param)
                 works.append(
                     Work(
-                        param=index,
-                        value_address=param.data_ptr(),
-                        grad_address=grad.data_ptr(),
-                        grad_dtype=_GRAD_DTYPES[grad.dtype],
+                        param=owner[1],
+                        grad_address=accumulator.address,
                         step=int(self.state[param]["step"]) + 1,
                         group=number,
-                        grad_scale=-1.0 if group["maximize"] else 1.0,
-                        is_fresh=self._marks.get(id(param), _mark(param)) != _mark(param),
+                        grad_scale=-scale if group["maximize"] else scale,
                     )
                 )
-        if not works:
-            return None
-        addresses |= _other_addresses(session, zones, addresses)
-        interrupt = session.update(id(self), zones, works, groups, addresses)
-        increment_version(stepped)
-        for param in stepped:
-            self.state[param]["step"] += 1
-            self._marks[id(param)] = _mark(param)
-        return interrupt
+        return works, stepped
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise UsageError("AdamW can't be pickled or copied: its states are in the swap file.")
@@ -192,43 +184,11 @@ class AdamW(Optimizer):
         raise UsageError("AdamW.load_state_dict() is not supported yet: the states are in the swap file.")
 
 
-def _other_addresses(session: Session, zones: list[Tiles], known: dict[int, int]) -> dict[int, int]:
-    """Addresses of parameters of other optimizers that share a tile with ours."""
-    missing = {s.param for tiles in zones for i in tiles.indices for s in session.layout.tiles[i].segments} - set(known)
-    return {index: session.address_of(index) for index in missing}
-
-
-def _mark(param: Tensor) -> tuple[int, int]:
-    """Changes when somebody else writes the parameter: then a bf16 master has lost its low half."""
-    return param._version, param.data_ptr()
-
-
-def _check_unchanged(param: Tensor, session: Session, index: int) -> None:
-    spec = session.layout.specs[index]
-    dtype = str(param.dtype).removeprefix("torch.")
-    if tuple(param.stride()) != spec.stride or tuple(param.shape) != spec.shape or dtype != spec.dtype:
-        raise UsageError(
-            f"{spec.name} is now {tuple(param.shape)} {dtype} with strides {tuple(param.stride())}; offload() saw "
-            f"{spec.shape} {spec.dtype} with {spec.stride}. Convert or reshape before offload()."
-        )
-    if param.device != session.torch_device:
-        raise UsageError(
-            f"{spec.name} moved to {param.device}; offload() saw it on {session.torch_device}. Move before offload()."
-        )
-
-
-def _dense_gradient(param: Tensor, name: str) -> Tensor:
-    """Return the gradient in the memory order of the parameter, as float32 or bfloat16."""
-    grad = param.grad
-    assert grad is not None
-    if grad.layout is not torch.strided:
-        raise UsageError(f"{name} has a sparse gradient, which is not supported yet; use sparse=False.")
-    if grad.device != param.device:
-        raise UsageError(f"the gradient of {name} is on {grad.device}, the parameter on {param.device}.")
-    dtype = grad.dtype if grad.dtype in _GRAD_DTYPES else torch.float32
-    if grad.dtype is dtype and grad.stride() == param.stride() and is_dense(grad):
-        return grad
-    return torch.empty_strided(param.shape, param.stride(), dtype=dtype, device=param.device).copy_(grad)
+def owner_of(param: Tensor) -> tuple[Session, int] | None:
+    """Return (session, number) of an offloaded parameter, None for one nobody offloaded."""
+    if isinstance(param, OffloadedParameter) and isinstance(param.home, Session):
+        return param.home, param.index
+    return None
 
 
 def _group(group: dict[str, Any]) -> Group:
@@ -275,15 +235,20 @@ def _capture_of(optimizer: AdamW) -> Callable[[], dict[str, Any]]:
 def _refuse_stock(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
     if isinstance(optimizer, AdamW):
         return
+    kind = type(optimizer).__name__
     params: Iterable[Tensor] = (p for group in optimizer.param_groups for p in group["params"])
     for param in params:
         owner = owner_of(param)
         if owner is not None and owner[0].is_open:
-            name = type(optimizer).__name__
             raise UsageError(
-                f"torch.optim.{name} can't step offloaded parameters "
+                f"torch.optim.{kind} can't step offloaded parameters "
                 f"({owner[0].layout.specs[owner[1]].name}): use nvoffload.optim.AdamW(model.parameters(), ...), "
                 "built after offload()."
+            )
+        if hasattr(param, "offloaded_as"):
+            raise UsageError(
+                f"torch.optim.{kind} holds {param.offloaded_as} as it was before offload(), which no model uses any "
+                "more: use an optimizer that is built after offload()."
             )
 
 

@@ -1,367 +1,259 @@
-"""One offloaded model at run time: owns its store, engine, pool and mover, and hooks its forward.
+"""The only room that registers hooks: they tell the session when a unit is needed and when no more.
 
-The only room that registers hooks. Keeps no tensor alive.
+Note [Visits]: a forward of a unit that records a graph leaves a visit behind. The nodes that made its
+outputs, its exits, open it in backward, which brings the unit. Its entries, the nodes that made its inputs
+as they were before it, are older than every node of the unit, and backward goes from young to old: the
+first of them that runs closes the visit. Inputs that are leaves, or need no gradient, have no such node;
+if all are so, the oldest node of the unit closes the visit after it has run. At the latest it closes when
+that backward ends, also by an exception. Nested backwards (reentrant checkpointing) end their own visits
+only.
 """
 
-import logging
-import os
-import sys
-import threading
-import time
+import inspect
 import weakref
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd.graph import Node
+from torch.utils import _pytree
 
-from nvoffload import native
-from nvoffload.buffers import Pool
-from nvoffload.commit import Committer, committer_of
-from nvoffload.config import OffloadConfig
-from nvoffload.device import Device
-from nvoffload.errors import NvoffloadError, StorageError, UsageError
-from nvoffload.io.engine import Engine, open_engine
-from nvoffload.layout import BUFFER_BYTES_PER_ELEMENT, Layout
-from nvoffload.ledger import NUM_ADAMW_WORDS, Traffic, update_traffic
-from nvoffload.parameter import disown
-from nvoffload.store import Run, Store, create_store
-from nvoffload.update import Group, Mover, Tiles, Work, fill_params, group_array
-
-log = logging.getLogger("nvoffload")
-COMMIT_TIMEOUT_S = 600.0
+from nvoffload.session import Session
+from nvoffload.shims import graph_task_id, next_sequence_number, queue_end_of_backward, sequence_number
+from nvoffload.unit import Binding, Unit
 
 
 @dataclass(frozen=True, slots=True)
-class OffloadStats:
-    """Totals since offload(). Seconds are wall time but kernel_s and verify_s, which are thread time.
+class Entry:
+    """Where a forward begins: the nodes of its inputs, and the number of the first one it may make."""
 
-    step_s: in step(); disk_wait_s and commit_wait_s: of it, nothing could be computed because bytes
-    were on their way, or because the generation before was not committed yet.
-    """
-
-    steps: int
-    read_bytes: int
-    write_bytes: int
-    fill_bytes: int
-    update_read_bytes: int
-    update_write_bytes: int
-    manifest_bytes: int
-    requests: int
-    step_s: float
-    kernel_s: float
-    verify_s: float
-    disk_wait_s: float
-    commit_wait_s: float
-    disk_busy_s: float
-    engine: str
-    is_direct: bool
+    nodes: set[Node]
+    first_number: int
 
 
-class Session:
-    """Opened by `offload`, ended once by close, the end of a `with` block, or the interpreter's exit."""
+class Visit:
+    """One forward of a unit, as its backward will see it."""
 
-    def __init__(
-        self,
-        config: OffloadConfig,
-        layout: Layout,
-        *,
-        folder: Path | None,
-        buffer_count: int,
-        device: Device,
-        torch_device: torch.device,
-    ) -> None:
-        self.config = config
-        self.torch_device = torch_device
-        self._tensors: dict[int, weakref.ref[torch.Tensor]] = {}
-        self.layout = layout
-        self.device = device
-        self.optimizers: dict[int, weakref.ref[Any]] = {}
-        self._pid = os.getpid()
-        self._lock = threading.RLock()
-        self._is_open = True
-        self._error: NvoffloadError | None = None  # the first one; nothing is updated after it
-        self._params = native.ffi.new("nvo_param[]", max(1, len(layout.specs)))
-        self._steps = 0
-        self._steps_begun = 0
-        self._fill_bytes = 0
-        self._step_s = 0.0
-        self._disk_wait_s = self._gate_wait_s = self._kernel_s = self._verify_s = 0.0
-        self._last_stats: OffloadStats | None = None
-        # In order of birth; `_free` closes in reverse.
-        self._run: Run | None = None
-        self._store: Store | None = None
-        self._engine: Engine | None = None
-        self._pool: Pool | None = None
-        self._mover: Mover | None = None
-        self._committer: Committer | None = None
-        try:
-            self._open(folder, buffer_count)
-        except BaseException:
-            self._free(keep=False)
-            raise
+    def __init__(self, unit: Unit) -> None:
+        self.unit = unit
+        self.task = -1  # of the backward it is open in
+        self.is_open = False
+        self.watches: list[Any] = []  # handles of what closes it
 
-    def _open(self, folder: Path | None, buffer_count: int) -> None:
-        io = self.config.io
-        if folder is not None:
-            self._run, self._store = create_store(folder, self.config.name, self.layout)
-            kind = io.engine
-            if kind == "auto" and not self._store.file.is_direct:
-                log.warning("%s has no direct I/O: transfers go through the page cache", folder)
-                kind = "portable"
-            self._engine = open_engine(kind, block_bytes=io.block_bytes, queue_depth=io.queue_depth)
-        if buffer_count:
-            buffer_bytes = BUFFER_BYTES_PER_ELEMENT * self.layout.tile_numel
-            self._pool = Pool(buffer_count=buffer_count, buffer_bytes=buffer_bytes, register=self.device.register)
-        self._mover = Mover(
-            engine=self._engine,
-            pool=self._pool,
-            device_handle=self.device.handle,
-            num_threads=self.threads_of(self.config),
-            path=str(self._store.file.path) if self._store else "memory",
-            stall_limit_s=io.stall_limit_s,
-        )
-        if self._run is not None:
-            self._committer = committer_of(self._run)
-            self._committer.join(self._mover)
+    def __del__(self) -> None:
+        # Its exits own the visit. Tensors and nodes that outlive them would keep its hooks for ever.
+        for watch in self.watches:
+            watch.remove()
 
-    @staticmethod
-    def threads_of(config: OffloadConfig) -> int:
-        """Return how many kernel threads: half of the cores unless told."""
-        return config.update_threads or max(1, (os.cpu_count() or 2) // 2)
 
-    def remember(self, index: int, param: torch.Tensor) -> None:
-        """Know where parameter `index` is, as long as it lives."""
-        self._tensors[index] = weakref.ref(param)
+class BackwardEnd:
+    """Calls `end` once: when a backward has done everything else, or drops this because of an exception."""
 
-    def address_of(self, index: int) -> int:
-        """Return where the values of parameter `index` are."""
-        param = self._tensors[index]()
-        if param is None:
-            raise UsageError(f"parameter {self.layout.specs[index].name} is gone; the model was taken apart.")
-        return param.data_ptr()
+    def __init__(self, end: Callable[[], None]) -> None:
+        self._end: Callable[[], None] | None = end
 
-    @property
-    def is_open(self) -> bool:
-        """False once ended, and in a forked child."""
-        return self._is_open and self._pid == os.getpid()
+    def __call__(self) -> None:
+        """The backward has come to its end."""
+        end, self._end = self._end, None
+        if end is not None:
+            end()
 
-    @property
-    def store(self) -> Store | None:
-        """The store, None when states are in host memory."""
-        return self._store
+    def __del__(self) -> None:
+        self()
 
-    @property
-    def pool(self) -> Pool | None:
-        """The buffer pool, None when nothing moves."""
-        return self._pool
 
-    def check_open(self) -> None:
-        """Raise UsageError unless updates can be made here and now."""
-        if self._pid != os.getpid():
-            raise UsageError(f"this model was offloaded in process {self._pid}; a forked process can't update it.")
-        if not self._is_open:
-            raise UsageError("this model was closed; call nvoffload.offload(model, ...) again to train on.")
+class Runtime:
+    """Hooks of one model. Holds its modules by their hooks only: the model owns it, not the reverse."""
 
-    def fill(self, addresses: Mapping[int, int], on_progress: Callable[[int, int], None] | None = None) -> None:
-        """Write all values into slot 0. `addresses` of dense parameters, by number."""
-        if self._store is None or self._mover is None:
-            return
-        tiles = Tiles(self.layout, range(len(self.layout.tiles)))
-        tiles.put_params_on_disk(self._store)
-        self._place_values(addresses)
-        self._guarded(lambda mover: mover.run("NVO_FILL_PARAM", tiles, self._params, on_progress=on_progress))
-        self._fill_bytes += self._store.param_zone.half_bytes
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._residency = session.residency
+        self._visits: list[Visit] = []  # open ones
+        self._tasks: set[int] = set()  # backwards whose end is awaited
+        self._entries: dict[int, Entry] = {}  # of the forwards that run, by unit
+        self._handles: list[Any] = []
 
-    def add_states(self, params: frozenset[int], on_progress: Callable[[int, int], None] | None = None) -> Tiles:
-        """Make zeroed states for the tiles that hold `params`; return what an update of them visits."""
-        self.check_open()
-        if self._store is None:
-            indices = self.layout.state_zone(0, params, NUM_ADAMW_WORDS).tiles
-            tiles = Tiles(self.layout, indices, params)
-            tiles.put_on_host(NUM_ADAMW_WORDS)
-            return tiles
-        zone = self._store.append_state_zone(params, NUM_ADAMW_WORDS)
-        tiles = Tiles(self.layout, zone.zone.tiles, params)
-        tiles.put_params_on_disk(self._store)
-        tiles.put_state_on_disk(self._store, zone)
-        self._guarded(lambda mover: mover.run("NVO_FILL_STATE", tiles, self._params, on_progress=on_progress))
-        self._store.adopt(zone)
-        self._fill_bytes += zone.zone.half_bytes
-        return tiles
+    def hook_root(self, module: nn.Module) -> None:
+        """Watch the forward of the whole model. Call it after `hook_unit`: the root comes first."""
+        self._handles.append(module.register_forward_pre_hook(self._before_root, prepend=True))
 
-    def update(
-        self,
-        optimizer: Hashable,
-        zones: Sequence[Tiles],
-        works: Sequence[Work],
-        groups: Sequence[Group],
-        addresses: Mapping[int, int],
-    ) -> KeyboardInterrupt | None:
-        """Apply one step to `works`; return when parameters are new and all tiles are written.
+    def hook_unit(self, unit: Unit, modules: Sequence[nn.Module]) -> None:
+        """Watch the forwards that need `unit`, and the gradients of its stand-ins."""
+        for module in modules:
+            before = partial(self._before_forward, unit)
+            after = partial(self._after_forward, unit)
+            self._handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
+            self._handles.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
+        for binding in unit.bindings:
+            if binding.stand_in is not None and binding.wrapper.is_trainable:
+                self._handles.append(_hear_gradient(binding, self._land))
 
-        A Ctrl-C in between is returned, to be raised once the step's bookkeeping is done too.
-        """
-        self.check_open()
-        self._check_error()
-        interrupt: KeyboardInterrupt | None = None
-        start_s = time.perf_counter()
-        with self._lock:
-            self.device.synchronize()
-            generation = self._committer.begin(optimizer) if self._committer else 0
-            self._steps_begun += 1
-            array = group_array(groups)
-            for tiles in zones:
-                self._place_values(addresses)
-                if not fill_params(self._params, [work for work in works if work.param in tiles.params]):
-                    continue
-                try:
-                    self._guarded(partial(self._run_update, tiles, array, generation))
-                except KeyboardInterrupt as error:
-                    interrupt = error  # the mover raises it only after the job has ended
-            self._steps += 1
-        self._step_s += time.perf_counter() - start_s
-        return interrupt
+    def remove(self) -> None:
+        """Take all hooks back."""
+        while self._handles:
+            self._handles.pop().remove()
 
-    def _run_update(self, tiles: Tiles, groups: Any, generation: int, mover: Mover) -> None:
-        mover.run("NVO_UPDATE", tiles, self._params, groups=groups, generation=generation, verify=self.config.verify)
+    # ---- forward
 
-    def _place_values(self, addresses: Mapping[int, int]) -> None:
-        for at in self._params:
-            at.pending = at.fresh = 0
-        for param, address in addresses.items():
-            self._params[param].value = native.ffi.cast("void *", address)
+    def _before_root(self, module: nn.Module, _args: Any) -> None:
+        self._session.backend.check()
+        if graph_task_id() != -1:
+            return  # recomputed within a backward
+        self._leave_interrupted(module)
+        with self._residency.lock:
+            self._residency.schedule.begin_pass("train" if torch.is_grad_enabled() else "eval")
+        self._mark_iteration()
+        self._residency.prefetch()
 
-    def _guarded(self, action: Callable[[Mover], None]) -> None:
-        """Run a job; book its time, and remember that the session failed."""
-        assert self._mover is not None
-        self._check_error()
-        before = self._mover.stats()
-        try:
-            action(self._mover)
-        except NvoffloadError as error:
-            self._error = self._cause(error)
-            if self._committer is not None and self._steps_begun:
-                self._committer.poison(self._error)
-            raise self._error from None
-        after = self._mover.stats()
-        self._disk_wait_s += after.disk_wait_s - before.disk_wait_s
-        self._gate_wait_s += after.gate_wait_s - before.gate_wait_s
-        self._kernel_s += after.kernel_s - before.kernel_s
-        self._verify_s += after.verify_s - before.verify_s
+    def _mark_iteration(self) -> None:
+        if torch.is_grad_enabled() and graph_task_id() == -1:
+            self._session.close_generation()
 
-    def _cause(self, error: NvoffloadError) -> NvoffloadError:
-        """A job that was stopped because a commit failed failed for the commit's reason."""
-        committed = self._committer.error if self._committer else None
-        return committed or error
-
-    def _check_error(self) -> None:
-        """Raise the first error again: after it, memory and disk may disagree."""
-        if self._error is not None:
-            raise self._error
-        if self._committer is not None:
-            self._committer.check()
-
-    def close_generation(self) -> None:
-        """The loop has moved on: what was stepped so far belongs together and may be committed."""
-        if self.is_open:
-            self._check_error()
-            if self._committer is not None:
-                with self._lock:
-                    self._committer.close_generation()
-
-    def flush(self) -> None:
-        """Return when every step made so far is committed."""
-        self.check_open()
-        self.close_generation()
-        if self._committer is not None:
-            self._committer.wait(COMMIT_TIMEOUT_S)
-
-    def ledger(self) -> Traffic:
-        """Return the bytes one update of everything must move."""
-        total = Traffic(0, 0)
-        if self._store is not None:
-            for state in self._store.state_zones:
-                total += update_traffic(self.layout, state.zone)
-        return total
-
-    def stats(self) -> OffloadStats:
-        """Return the counters; those of the end once closed."""
-        if self._last_stats is not None:
-            return self._last_stats
-        engine = self._engine.stats() if self._engine else None
-        return OffloadStats(
-            steps=self._steps,
-            read_bytes=engine.read_bytes if engine else 0,
-            write_bytes=engine.write_bytes if engine else 0,
-            fill_bytes=self._fill_bytes,
-            update_read_bytes=engine.read_bytes if engine else 0,
-            update_write_bytes=engine.write_bytes - self._fill_bytes if engine else 0,
-            manifest_bytes=self._run.manifest_bytes if self._run else 0,
-            requests=engine.read_requests + engine.write_requests if engine else 0,
-            step_s=self._step_s,
-            kernel_s=self._kernel_s,
-            verify_s=self._verify_s,
-            disk_wait_s=self._disk_wait_s,
-            commit_wait_s=self._gate_wait_s,
-            disk_busy_s=engine.busy_s if engine else 0.0,
-            engine=self._engine.name if self._engine else "none",
-            is_direct=bool(self._store and self._store.file.is_direct),
-        )
-
-    def end(self, *, is_clean: bool) -> None:
-        """Commit if the store stays, free everything, remove or keep the files. Idempotent."""
-        if not self.is_open:
-            return
-        self._is_open = False
-        disown(self)
-        has_failed = self._error is not None or (self._committer is not None and self._committer.error is not None)
-        wants = self.config.keep == "always" or (self.config.keep == "on_error" and (has_failed or not is_clean))
-        if wants and self._committer is not None and not has_failed:
+    def _before_forward(self, unit: Unit, _module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
+        if unit.depth == 0:
+            self._session.backend.check()
+            self._mark_iteration()
+            self._residency.need(unit, is_backward=False)
             try:
-                self._committer.close_generation()
-                self._committer.wait(COMMIT_TIMEOUT_S)
-            except StorageError as error:
-                log.error("the last step could not be committed: %s", error)
-        keep = bool(wants and self._run and self._run.committed >= 1)
-        where = self._run.folder.path if self._run else None
-        step = self._run.committed if self._run else 0
-        self._last_stats = self.stats()
-        self._free(keep=keep)
-        if keep:
-            log.warning("kept %s at committed step %d. To delete it: rm -r %s", where, step, where)
+                unit.register_stand_ins()
+            except BaseException:
+                self._residency.unneed(unit)
+                raise
+            nodes = {t.grad_fn for t in _tensors((args, kwargs)) if t.grad_fn is not None}
+            self._entries[unit.number] = Entry(nodes, next_sequence_number())
+        unit.depth += 1
 
-    def end_at_exit(self) -> None:
-        """End when the module is gone or the interpreter exits; an uncaught exception keeps the store."""
-        self.end(is_clean=getattr(sys, "last_value", None) is None)
-
-    def _free(self, *, keep: bool) -> None:
-        """Close in reverse order of birth. An engine that can't be drained keeps its memory for good."""
-        if self._committer is not None and self._mover is not None:
-            self._committer.leave(self._mover)
+    def _after_forward(self, unit: Unit, _module: nn.Module, args: Any, kwargs: Mapping[str, Any], output: Any) -> Any:
+        if unit.depth == 0:
+            return None  # its values could not be brought
+        unit.depth -= 1
+        if unit.depth:
+            return None
+        entry = self._entries.pop(unit.number)
         try:
-            if self._engine is not None:
-                self._engine.close(timeout_s=min(30.0, self.config.io.stall_limit_s))
-        except StorageError as error:
-            log.error("%s", error)
+            unit.register_wrappers()
+            unit.take_replaced()
+            if unit.written():
+                self._session.values.write_back(unit)
+            if output is not None:
+                output = _without_aliases(unit, output)
+            # What has a place of its own does not go away between forward and backward.
+            if output is not None and torch.is_grad_enabled() and unit.own_place is None:
+                exits = {node for node in map(_node_of, _tensors(output)) if node is not None}
+                self._watch(Visit(unit), exits - entry.nodes, entry)
+        finally:
+            self._residency.unneed(unit)
+        return output
+
+    def _leave_interrupted(self, root: nn.Module) -> None:
+        """End forwards that a KeyboardInterrupt has ended: torch calls no hook then."""
+        interrupted = [unit for unit in self._residency.units if unit.depth]
+        if interrupted and not _runs_already(root):
+            for unit in interrupted:
+                unit.depth = 1
+                self._after_forward(unit, root, (), {}, None)
+
+    def _watch(self, visit: Visit, exits: set[Node], entry: "Entry") -> None:
+        if not exits:
+            return
+        for node in exits:
+            node.register_prehook(partial(self._open, visit))
+        close = partial(self._close_seen, weakref.ref(visit))
+        if entry.nodes:
+            visit.watches = [node.register_prehook(close) for node in entry.nodes]
         else:
-            if self._mover is not None:
-                self._mover.close()
-            if self._pool is not None:
-                self._pool.close()
-            self.device.close()
-        if self._run is not None and self._store is not None:
-            self._run.leave(self._store, keep=keep)
+            visit.watches = [_oldest(exits, entry.first_number).register_hook(close)]
+
+    # ---- backward
+
+    def _open(self, visit: Visit, _grads: Any) -> None:
+        if visit.is_open:
+            return
+        task = graph_task_id()
+        self._await_end(task)
+        self._residency.need(visit.unit, is_backward=True)
+        visit.task, visit.is_open = task, True
+        self._visits.append(visit)
+
+    def _close_seen(self, seen: "weakref.ref[Visit]", *_grads: Any) -> None:
+        visit = seen()
+        if visit is not None:
+            self._close(visit)
+
+    def _close(self, visit: Visit) -> None:
+        if visit.is_open:
+            visit.is_open = False
+            self._visits.remove(visit)
+            self._residency.unneed(visit.unit)
+
+    def _await_end(self, task: int) -> None:
+        if task not in self._tasks:
+            self._tasks.add(task)
+            queue_end_of_backward(BackwardEnd(partial(self._end_backward, task)))
+
+    def _end_backward(self, task: int) -> None:
+        self._tasks.discard(task)
+        for visit in [visit for visit in self._visits if visit.task == task]:
+            self._close(visit)
+        self._session.publish()
+
+    def _land(self, binding: Binding, stand_in: Tensor) -> None:
+        grad, stand_in.grad = stand_in.grad, None
+        assert grad is not None
+        self._await_end(graph_task_id())
+        self._session.land(binding.wrapper.index, grad)
 
 
-def hook_forward(module: nn.Module, session: Session) -> Any:
-    """Close the open generation at each forward that records gradients. Returns the hook's handle."""
+def _hear_gradient(binding: Binding, land: Callable[[Binding, Tensor], None]) -> Any:
+    stand_in: Any = binding.stand_in
+    return stand_in.register_post_accumulate_grad_hook(partial(land, binding))
 
-    def before_forward(_module: nn.Module, _args: Any) -> None:
-        if torch.is_grad_enabled():
-            session.close_generation()
 
-    return module.register_forward_pre_hook(before_forward, prepend=True)
+def _runs_already(module: nn.Module) -> bool:
+    """Does the call of `module` that is being made stand within another one of it?"""
+    calls = 0
+    frame = inspect.currentframe()
+    while frame is not None:
+        calls += frame.f_code is nn.Module._call_impl.__code__ and frame.f_locals["self"] is module
+        frame = frame.f_back
+    return calls > 1
+
+
+def _node_of(tensor: Tensor) -> Node | None:
+    """Return the node that made a tensor, or its base if it is a view: a change in place keeps that one."""
+    base = tensor._base if tensor._is_view() else None
+    return (base if base is not None and base.requires_grad else tensor).grad_fn
+
+
+def _oldest(exits: set[Node], first_number: int) -> Node:
+    """Return the oldest of the nodes from `first_number` on that lead to `exits`."""
+    seen, ahead = set(exits), list(exits)
+    while ahead:
+        for node, _ in ahead.pop().next_functions:
+            if node is not None and node not in seen and sequence_number(node) >= first_number:
+                seen.add(node)
+                ahead.append(node)
+    return min(seen, key=sequence_number)
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    for leaf in _pytree.tree_leaves(value):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif hasattr(leaf, "__dataclass_fields__"):
+            yield from _tensors(list(vars(leaf).values()))
+
+
+def _without_aliases(unit: Unit, output: Any) -> Any:
+    """Return the output with tensors that are the unit's own memory copied: that goes away."""
+
+    def is_alias(tensor: Tensor) -> bool:
+        is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
+        return is_plain and unit.owns(tensor)
+
+    if not any(map(is_alias, _tensors(output))):
+        return output
+    return _pytree.tree_map_only(Tensor, lambda t: t.clone() if is_alias(t) else t, output)

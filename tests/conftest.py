@@ -1,5 +1,6 @@
 """Shared fixtures: a swap folder on a real disk."""
 
+import gc
 import os
 import shutil
 import uuid
@@ -7,8 +8,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from nvoffload.swapfile import filesystem_of
+
+# The models are tiny: a second thread would wait at every operation for longer than it works.
+torch.set_num_threads(1)
+# Torch's own objects stay: a gc.collect() of a test need not walk through them.
+gc.freeze()
 
 
 @pytest.fixture

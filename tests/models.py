@@ -66,3 +66,41 @@ def t2_loss(model: nn.Module, step: int) -> torch.Tensor:
     """Next-token loss on two rows of 11 tokens made from `step`."""
     ids = torch.randint(0, 101, (2, 12), generator=torch.Generator().manual_seed(step))
     return F.cross_entropy(model(ids[:, :-1]).float().flatten(0, 1), ids[:, 1:].flatten())
+
+
+class Stack(nn.Module):
+    """Embedding and Linear layers of one width: more units of one size than frames."""
+
+    def __init__(self, width: int, depth: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(101, width)
+        self.layers = nn.ModuleList([nn.Linear(width, width) for _ in range(depth)])
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return x
+
+
+def stack(dtype: torch.dtype = torch.float32, seed: int = 0, width: int = 37, depth: int = 6) -> nn.Module:
+    """Return a Stack with seeded weights."""
+    torch.manual_seed(seed)
+    return Stack(width, depth).to(dtype)
+
+
+def stack_loss(model: nn.Module, step: int) -> torch.Tensor:
+    """Mean square of the output on 3 rows of 5 tokens made from `step`."""
+    ids = torch.randint(0, 101, (3, 5), generator=torch.Generator().manual_seed(step))
+    return model(ids).float().pow(2).mean()
+
+
+def stack_budget(num_frames: int, dtype: torch.dtype = torch.float32, width: int = 37) -> int:
+    """Return the device_budget that gives a Stack so many frames beside its embedding."""
+    start_numel = 64 // dtype.itemsize  # parameters start at multiples of 64 bytes, units at those of pages
+
+    def page_bytes(*numels: int) -> int:
+        nbytes = sum(-(-numel // start_numel) * 64 for numel in numels)
+        return -(-nbytes // 4096) * 4096
+
+    return page_bytes(101 * width) + num_frames * page_bytes(width * width, width)

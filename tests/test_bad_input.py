@@ -24,6 +24,7 @@ from nvoffload import swapfile
 # The package exposes the function under this name, so the room is asked for by path.
 offload_room = importlib.import_module("nvoffload.offload")
 pytestmark = pytest.mark.timeout(30)
+TIERS = ["none", "cpu", "nvme"]  # of parameters; states are on disk
 
 
 def threads_of_ours() -> list[str]:
@@ -171,6 +172,16 @@ def test_a_pool_larger_than_memory_gives_both_numbers(swap: Path, monkeypatch: p
         {"config": 5},
         {"config": {5: "x"}},
         {"device": "toaster"},
+        {"device_budget": 0},
+        {"device_budget": "some"},
+        {"device_budget": True},
+        {"param_offload": "disk"},
+        {"param_offload": ["nvme"]},
+        {"grad_offload": "disk"},
+        {"update": "sometimes"},
+        {"units": ["0"]},
+        {"units": "layers"},
+        {"units": nn.ReLU()},
     ],
     ids=str,
 )
@@ -228,12 +239,10 @@ def test_an_unknown_name_gets_the_nearest(options: dict[str, Any], meant: str, s
 @pytest.mark.parametrize(
     "options",
     [
-        {"param_offload": "nvme"},
-        {"param_offload": "cpu"},
         {"grad_offload": "nvme"},
-        {"device_budget": "1GiB"},
-        {"units": ["0"]},
-        {"update": "deferred"},
+        {"grad_offload": "none"},
+        {"update": "on_arrival"},
+        {"update": "delayed"},
         {"zero_stage": 3},
         {"mesh": object()},
         {"mp_policy": object()},
@@ -253,6 +262,17 @@ def test_what_is_not_supported_yet_says_so(options: dict[str, Any], swap: Path) 
     Every argument of later work, with a plausible value."""
     with pytest.raises(nvo.ConfigError, match="not supported yet"):
         offload(models.tiny(), swap, **options)
+
+
+@pytest.mark.parametrize("tier", ["cpu", "nvme"])
+def test_a_device_budget_below_two_frames_names_the_least(tier: str, swap: Path) -> None:
+    """Told before anything is made, with a number that works.
+    One byte less than the least, then the least that the error named."""
+    least = models.stack_budget(2)
+    with pytest.raises(nvo.ConfigError, match=rf"device_budget={least - 1} .* least is {least} bytes"):
+        offload(models.stack(), swap, param_offload=tier, device_budget=least - 1)
+    with offload(models.stack(), swap, param_offload=tier, device_budget=least) as model:
+        assert model.offload_plan.gathered_text.startswith("2 frames")
 
 
 def test_several_folders_in_a_config_are_refused_too(swap: Path) -> None:
@@ -290,11 +310,12 @@ def test_a_model_without_parameters_is_no_error(swap: Path) -> None:
     model.close()
 
 
+@pytest.mark.parametrize("tier", TIERS)
 @pytest.mark.parametrize("name", ["AdamW", "SGD", "Adam"])
-def test_a_stock_optimizer_cannot_step(name: str, swap: Path) -> None:
+def test_a_stock_optimizer_cannot_step(name: str, tier: str, swap: Path) -> None:
     """A stock optimizer never changes an offloaded value, and the error says what to use.
     One step of torch's optimizer; values compared by bits."""
-    with offload(models.tiny(), swap) as model:
+    with offload(models.tiny(), swap, param_offload=tier) as model:
         before = [p.detach().clone() for p in model.parameters()]
         stock = getattr(torch.optim, name)(model.parameters(), lr=0.1)
         models.tiny_loss(model, 0).backward()
@@ -315,17 +336,20 @@ def test_a_stock_optimizer_works_again_after_close(swap: Path) -> None:
     assert not torch.equal(before, model[0].weight)
 
 
-def test_an_optimizer_built_before_offload_is_refused(swap: Path) -> None:
+@pytest.mark.parametrize("tier", TIERS)
+def test_an_optimizer_built_before_offload_is_refused(tier: str, swap: Path) -> None:
     """The order is told at construction (ours) or at the first step (stock).
     Both orders the wrong way round."""
     model = models.tiny()
     with pytest.raises(nvo.UsageError, match=r"nvoffload\.offload"):
         nvo.optim.AdamW(model.parameters())
     stock = torch.optim.AdamW(model.parameters())
-    with offload(model, swap):
+    with offload(model, swap, param_offload=tier):
         models.tiny_loss(model, 0).backward()
-        with pytest.raises(nvo.UsageError, match="built after offload"):
+        with pytest.raises(nvo.UsageError, match=r"0\.weight .*built after offload"):
             stock.step()
+    with pytest.raises(nvo.UsageError, match=r"0\.weight .*built after offload"):
+        stock.step()
 
 
 def test_a_second_optimizer_is_refused_while_the_first_lives(swap: Path) -> None:
@@ -390,10 +414,11 @@ def test_states_cannot_be_saved_by_half(swap: Path) -> None:
             copy.deepcopy(opt)
 
 
-def test_an_offloaded_model_cannot_be_copied(swap: Path) -> None:
+@pytest.mark.parametrize("tier", TIERS)
+def test_an_offloaded_model_cannot_be_copied(tier: str, swap: Path) -> None:
     """A copy would share a store it does not own.
-    deepcopy, copy and pickle of the model and of one that holds it."""
-    with offload(models.tiny(), swap) as model:
+    deepcopy, copy and pickle of the model and of one that holds it; pickle of lazy and of read values."""
+    with offload(models.tiny(), swap, param_offload=tier) as model:
         holder = nn.ModuleList([model])
         for victim in (model, holder):
             with pytest.raises(nvo.UsageError, match="deep-copied"):
@@ -402,6 +427,9 @@ def test_an_offloaded_model_cannot_be_copied(swap: Path) -> None:
                 pickle.dumps(victim)
         with pytest.raises(nvo.UsageError):
             copy.copy(model)
+        with pytest.raises(nvo.UsageError, match=r"0\.weight"):
+            pickle.dumps(model.state_dict())
+        assert len(pickle.dumps({name: value.clone() for name, value in model.state_dict().items()})) > 0
         assert len(model.state_dict()) == 4
 
 
@@ -453,75 +481,110 @@ def test_an_unusual_tensor_is_refused(swap: Path) -> None:
         offload(model, swap)
 
 
-@pytest.mark.parametrize("change", ["double", "bfloat16", "reshape", "stride"])
-def test_a_parameter_changed_after_offload_is_named(change: str, swap: Path) -> None:
-    """step() never reads memory that is not what offload() saw.
-    Converted, reshaped and transposed parameters."""
-    with offload(nn.Linear(6, 6), swap) as model:
+@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("change", ["double", "bfloat16", "half", "reshape", "dtype", "meta"])
+def test_a_parameter_cannot_be_changed_after_offload(change: str, tier: str, swap: Path) -> None:
+    """What offload() saw stays so: a change of dtype, shape or device is refused at once, by name.
+    Converted, reshaped and moved parameters; then a step trains as if nothing had been tried."""
+    calls = {
+        "reshape": lambda p: setattr(p, "data", torch.ones(3, 12)),
+        "dtype": lambda p: setattr(p, "data", torch.ones(6, 6, dtype=torch.float64)),
+        "meta": lambda p: setattr(p, "data", torch.ones(6, 6, device="meta")),
+    }
+    expected = nn.Linear(6, 6)
+    model = copy.deepcopy(expected)
+    with offload(model, swap, param_offload=tier):
         opt = nvo.optim.AdamW(model.parameters())
-        if change == "reshape":
-            model.weight.data = torch.ones(3, 12)
-        elif change == "stride":
-            model.weight.data = model.weight.data.t()
-        else:
-            getattr(model, change)()
+        with pytest.raises(nvo.UsageError, match="weight"):
+            calls[change](model.weight) if change in calls else getattr(model, change)()
+        assert (model.weight.dtype, model.weight.shape) == (torch.float32, (6, 6))
         for p in model.parameters():
             p.grad = torch.ones_like(p)
-        with pytest.raises(nvo.UsageError, match="weight is now"):
-            opt.step()
+        opt.step()
+        values = [p.detach().clone() for p in model.parameters()]
+    stock = torch.optim.AdamW(expected.parameters())
+    for p in expected.parameters():
+        p.grad = torch.ones_like(p)
+    stock.step()
+    assert all((a - b).abs().max() <= 1e-6 for a, b in zip(values, expected.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_values_in_another_order_of_memory_are_taken_by_value(tier: str, swap: Path) -> None:
+    """`.data =` stores values, however they lie in memory; the parameter's strides stay.
+    A transposed tensor; a view of the parameter itself needs memory and is refused by name."""
+    values = torch.arange(36.0).view(6, 6)
+    with offload(nn.Linear(6, 6), swap, param_offload=tier) as model:
+        model.weight.data = values.t()
+        assert torch.equal(model.weight.detach(), values.t())
+        assert model.weight.stride() == (6, 1)
+        with pytest.raises(nvo.UsageError, match="weight"):
+            model.weight.data = model.weight.data.t()
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a second device")
-def test_a_parameter_moved_to_another_device_is_named(swap: Path) -> None:
-    """step() never reads an address of another device.
-    The model moved between offload and step."""
-    with offload(models.tiny(), swap) as model:
-        opt = nvo.optim.AdamW(model.parameters())
+def test_a_parameter_cannot_be_moved_to_another_device(swap: Path) -> None:
+    """No address of another device is ever read: the move is refused at once.
+    The model moved after offload."""
+    with offload(models.tiny(), swap) as model, pytest.raises(nvo.UsageError, match=r"0\.weight"):
         model.to("cuda")
-        for p in model.parameters():
-            p.grad = torch.ones_like(p)
-        with pytest.raises(nvo.UsageError, match="moved to cuda"):
-            opt.step()
 
 
-def test_a_replaced_parameter_is_refused(swap: Path) -> None:
+@pytest.mark.parametrize("tier", TIERS)
+def test_a_replaced_parameter_is_refused(tier: str, swap: Path) -> None:
     """A parameter that offload() never saw is not trained in silence.
-    One assigned after offload, before the optimizer."""
-    with offload(models.tiny(), swap) as model:
+    One assigned after offload: by the optimizer's constructor, and by the forward, which names it."""
+    with offload(models.tiny(), swap, param_offload=tier) as model:
+        opt = nvo.optim.AdamW(model.parameters())
         model[0].weight = nn.Parameter(torch.zeros(33, 17))
         with pytest.raises(nvo.UsageError, match="not offloaded"):
             nvo.optim.AdamW(model.parameters())
+        with pytest.raises(nvo.UsageError, match=r"0\.weight was replaced"):
+            models.tiny_loss(model, 0)
+        opt.step()
 
 
-def test_a_parameter_unfrozen_after_offload_is_named(swap: Path) -> None:
-    """A parameter frozen at offload() has no states; it says when to unfreeze.
-    requires_grad_ after offload, then an optimizer over it."""
+@pytest.mark.parametrize("tier", TIERS)
+def test_a_parameter_unfrozen_after_offload_is_named(tier: str, swap: Path) -> None:
+    """A parameter frozen at offload() has no place for a gradient; it says when to unfreeze.
+    requires_grad_ after offload, on the parameter and on the model; then a step of the others."""
     model = models.tiny()
     model[0].weight.requires_grad_(False)
-    with offload(model, swap):
-        model[0].weight.requires_grad_(True)
-        with pytest.raises(nvo.UsageError, match=r"0\.weight was frozen"):
-            nvo.optim.AdamW(model.parameters())
+    with offload(model, swap, param_offload=tier):
+        for change in (lambda: model[0].weight.requires_grad_(True), lambda: model.requires_grad_(True)):
+            with pytest.raises(nvo.UsageError, match=r"0\.weight.* frozen"):
+                change()
+        assert not model[0].weight.requires_grad
+        before = model[0].weight.detach().clone()
+        opt = nvo.optim.AdamW(model.parameters())
+        models.tiny_loss(model, 0).backward()
+        opt.step()
+        assert torch.equal(model[0].weight.detach(), before)
 
 
-def test_a_sparse_gradient_is_refused_before_anything_changes(swap: Path) -> None:
+@pytest.mark.parametrize("tier", TIERS)
+def test_a_sparse_gradient_is_refused_before_anything_changes(tier: str, swap: Path) -> None:
     """No row is lost, no value changed.
-    Embedding(sparse=True) beside a dense parameter."""
+    Embedding(sparse=True) beside a dense parameter: told in backward; zero_grad() undoes what that has landed."""
     torch.manual_seed(0)
-    with offload(nn.Sequential(nn.Embedding(101, 8, sparse=True), nn.Linear(8, 1)), swap) as model:
+    model = nn.Sequential(nn.Embedding(101, 8, sparse=True), nn.Linear(8, 1))
+    with offload(model, swap, param_offload=tier):
         opt = nvo.optim.AdamW(model.parameters())
         before = [p.detach().clone() for p in model.parameters()]
-        model(torch.tensor([1, 1, 3])).sum().backward()
         with pytest.raises(nvo.UsageError, match=r"0\.weight has a sparse gradient"):
-            opt.step()
+            model(torch.tensor([1, 1, 3])).sum().backward()
+        assert model[0].weight.grad is None
+        opt.zero_grad()
+        opt.step()
         assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
         assert all(int(opt.state[p]["step"]) == 0 for p in model.parameters())
 
 
-def test_offload_twice_is_refused_and_harmless(swap: Path) -> None:
+@pytest.mark.parametrize("tier", TIERS)
+def test_offload_twice_is_refused_and_harmless(tier: str, swap: Path) -> None:
     """The first offload goes on as if nothing had happened.
     Twice on the model, on a part of it, on a whole around it; then a step."""
-    with offload(models.tiny(), swap) as model:
+    with offload(models.tiny(), swap, param_offload=tier) as model:
         opt = nvo.optim.AdamW(model.parameters(), lr=1e-2)
         for other in (model, model[0], nn.Sequential(model, nn.Linear(2, 2))):
             with pytest.raises(nvo.UsageError, match="offloaded already"):
@@ -552,4 +615,21 @@ def test_calls_after_close_say_so(swap: Path) -> None:
         with pytest.raises(nvo.UsageError, match="closed"):
             call()
     assert torch.equal(before, model[0].weight)
+    assert model.offload_stats().steps == 1
+
+
+@pytest.mark.parametrize("tier", ["cpu", "nvme"])
+def test_calls_after_close_say_so_where_parameters_left(tier: str, swap: Path) -> None:
+    """A closed model whose parameters are gone neither computes nor trains, and says why.
+    forward, step, flush, a read and a new optimizer after close; statistics still answer."""
+    model = offload(models.tiny(), swap, param_offload=tier)
+    opt = nvo.optim.AdamW(model.parameters())
+    models.tiny_loss(model, 0).backward()
+    opt.step()
+    model.close()
+    calls = [opt.step, model.flush, lambda: nvo.optim.AdamW(model.parameters())]
+    calls += [lambda: models.tiny_loss(model, 1), lambda: model[0].weight.detach().clone()]
+    for call in calls:
+        with pytest.raises(nvo.UsageError, match="closed"):
+            call()
     assert model.offload_stats().steps == 1

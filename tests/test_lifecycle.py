@@ -1,6 +1,5 @@
 """From birth to every kind of end: exits, exceptions, kills, forks, neighbours. Files stay only on purpose."""
 
-import copy
 import gc
 import logging
 import os
@@ -16,14 +15,17 @@ from typing import Any
 import models
 import pytest
 import torch
-from stores import committed_steps
+from stores import committed_steps, committed_values
 from torch import nn
 
 import nvoffload as nvo
-from nvoffload import runtime
+from nvoffload import backend as backend_room
+from nvoffload.buffers import Pool
 from nvoffload.io.sim import Sim, open_sim_engine
+from nvoffload.mover import Mover
 
 pytestmark = pytest.mark.timeout(60)
+TIERS = ["none", "cpu", "nvme"]  # of parameters; states are on disk
 REPO = Path(__file__).parent.parent
 PRELUDE = """
 import os, sys, signal, time
@@ -90,21 +92,23 @@ def assert_equal_bits(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> N
 
 
 def tiny_alone(steps: int, seed: int = 0) -> list[torch.Tensor]:
-    """The same training with states in memory."""
+    """The same training with everything in memory."""
     model = models.tiny(seed=seed)
     with nvo.offload(model, param_offload="none", optimizer_offload="cpu"):
         train(model, nvo.optim.AdamW(model.parameters(), lr=1e-2), range(steps))
-    return values_of(model)
+        return values_of(model)
 
 
 def tree(folder: Path) -> list[str]:
     return sorted(str(p.relative_to(folder)) for p in folder.rglob("*"))
 
 
-def test_a_script_that_never_closes_leaves_nothing(swap: Path) -> None:
+@pytest.mark.parametrize("tier", ["none", "nvme"])
+def test_a_script_that_never_closes_leaves_nothing(tier: str, swap: Path) -> None:
     """The end of a program is the end of its run: code 0, soon, no files, no warnings.
-    A child trains two steps and falls off its end; another deletes the model first."""
-    body = "model, opt = start(); train(model, opt, range(2)); print('end', time.time(), flush=True)"
+    A child trains two steps and falls off its end, or deletes the model first."""
+    body = f"model, opt = start(param_offload='{tier}'); train(model, opt, range(2))"
+    body += "; print('end', time.time(), flush=True)"
     first = child(body, swap)
     second = child(f"{body}; del model; print(len(os.listdir(folder)))", swap)
     for process in (first, second):
@@ -114,10 +118,11 @@ def test_a_script_that_never_closes_leaves_nothing(swap: Path) -> None:
     assert tree(swap) == []
 
 
-def test_close_twice_is_close_once(swap: Path) -> None:
+@pytest.mark.parametrize("tier", TIERS)
+def test_close_twice_is_close_once(tier: str, swap: Path) -> None:
     """A second close does nothing; `with` after close neither.
     close, close, a with block over a closed model."""
-    model = offload(models.tiny(), swap)
+    model = offload(models.tiny(), swap, param_offload=tier)
     train(model, nvo.optim.AdamW(model.parameters()), range(1))
     model.close()
     model.close()
@@ -126,10 +131,97 @@ def test_close_twice_is_close_once(swap: Path) -> None:
     assert tree(swap) == []
 
 
-def test_a_deleted_model_is_closed(swap: Path) -> None:
+@pytest.mark.parametrize("optimizer_offload", ["cpu", "nvme"])
+def test_a_closed_model_whose_parameters_stayed_is_an_ordinary_one(optimizer_offload: str, swap: Path) -> None:
+    """close() applies the last step and gives plain parameters back: names, values, ties, frozen ones.
+    T2 with one frozen layer; then a stock step and a second offload."""
+    model = models.t2()
+    model.blocks[0].up.requires_grad_(False)
+    names = [name for name, _ in model.named_parameters()]
+    offload(model, swap, optimizer_offload=optimizer_offload, nvme_path=swap if optimizer_offload == "nvme" else None)
+    opt = nvo.optim.AdamW(model.parameters(), lr=1e-2)
+    models.t2_loss(model, 0).backward()
+    opt.step()
+    values = values_of(model)
+    models.t2_loss(model, 1).backward()
+    opt.step()
+    model.close()
+    assert [name for name, _ in model.named_parameters()] == names
+    assert all(type(p) is nn.Parameter for p in model.parameters())
+    assert model.head.weight is model.embed.weight
+    assert [name for name, p in model.named_parameters() if not p.requires_grad] == [
+        "blocks.0.up.weight",
+        "blocks.0.up.bias",
+    ]
+    changed = [not torch.equal(a, b) for a, b in zip(values, values_of(model), strict=True)]
+    assert changed == [p.requires_grad for p in model.parameters()]
+    stock = torch.optim.SGD(model.parameters(), lr=0.1)
+    models.t2_loss(model, 2).backward()
+    stock.step()
+    with offload(model, swap):
+        models.t2_loss(model, 3).backward()
+    assert tree(swap) == []
+
+
+@pytest.mark.parametrize("tier", ["cpu", "nvme"])
+def test_a_closed_model_whose_parameters_left_says_so(tier: str, swap: Path) -> None:
+    """Wrappers outlive their values; every read, write and forward names the parameter or close().
+    After close of a trained model."""
+    model = offload(models.tiny(), swap, param_offload=tier)
+    train(model, nvo.optim.AdamW(model.parameters()), range(1))
+    model.close()
+    calls = [
+        lambda: model[0].weight.detach().clone(),
+        lambda: model[0].weight.detach().fill_(1.0),
+        lambda: models.tiny_loss(model, 0),
+        lambda: {name: value.clone() for name, value in model.state_dict().items()},
+        lambda: offload(model, swap),
+    ]
+    for call in calls:
+        with pytest.raises(nvo.UsageError, match="close"):
+            call()
+    assert model[0].weight.shape == (33, 17)
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_close_with_updates_on_their_way_waits_for_what_uses_memory(
+    tier: str, swap: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ending right after step() leaves no transfer, no file and a whole pool; what stays has its last values.
+    Slow disks of several speeds, closed in the middle of a deferred update."""
+    whole: list[bool] = []
+    real = Pool.close
+
+    def close(self: Pool) -> None:
+        whole.append(self.num_free == self.buffer_count)
+        real(self)
+
+    monkeypatch.setattr(Pool, "close", close)
+    expected = tiny_alone(2)
+    for number, latency_s in enumerate((0.0, 0.0005, 0.002, 0.01)):
+        sim = Sim(seed=number, latency_s=latency_s)
+        monkeypatch.setattr(backend_room, "open_engine", opener_of(sim))
+        model = offload(models.tiny(), swap, param_offload=tier, buffer_size="64KiB")
+        train(model, nvo.optim.AdamW(model.parameters(), lr=1e-2), range(2))
+        model.close()
+        assert sim.inflight == 0
+        assert tree(swap) == []
+        if tier == "none":
+            assert_equal_bits(values_of(model), expected)
+    assert whole == [True] * 4
+
+
+def opener_of(sim: Sim) -> Callable[..., Any]:
+    return lambda kind, *, block_bytes, queue_depth: open_sim_engine(
+        sim, block_bytes=block_bytes, queue_depth=queue_depth
+    )
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_a_deleted_model_is_closed(tier: str, swap: Path) -> None:
     """Without references to the model its files go at once, and its optimizer says why it can't step.
     del while the optimizer and the parameters are still held."""
-    model = offload(models.tiny(), swap)
+    model = offload(models.tiny(), swap, param_offload=tier)
     opt = nvo.optim.AdamW(model.parameters())
     train(model, opt, range(1))
     models.tiny_loss(model, 1).backward()
@@ -141,17 +233,20 @@ def test_a_deleted_model_is_closed(swap: Path) -> None:
     assert not [t.name for t in threading.enumerate() if t.name.startswith("nvoffload")]
 
 
-def test_an_exception_keeps_the_store_and_says_where(swap: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("tier", TIERS)
+def test_an_exception_keeps_the_store_and_says_where(tier: str, swap: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Work is not thrown away: the last step is committed, kept, and the log names the folder.
     ValueError after two steps inside `with`."""
     with (
         caplog.at_level(logging.WARNING, "nvoffload"),
         pytest.raises(ValueError),
-        offload(models.tiny(), swap) as model,
+        offload(models.tiny(), swap, param_offload=tier) as model,
     ):
-        train(model, nvo.optim.AdamW(model.parameters()), range(2))
+        layout = model._nvoffload.layout
+        train(model, nvo.optim.AdamW(model.parameters(), lr=1e-2), range(2))
         raise ValueError
     assert committed_steps(swap) == [2]
+    assert_equal_bits(committed_values(swap, layout), tiny_alone(2))
     kept = [r.getMessage() for r in caplog.records if "kept" in r.getMessage()]
     assert len(kept) == 1
     assert str(next(swap.glob("nvo-*"))) in kept[0]
@@ -236,7 +331,8 @@ def test_a_live_neighbour_is_left_alone(swap: Path) -> None:
     It trains before and after we start, train and end with resume=False."""
     process = child(
         "model, opt = start(); train(model, opt, range(2)); model.flush(); print('ready', flush=True); input()\n"
-        "train(model, opt, range(2, 4)); torch.save([p.detach() for p in model.parameters()], folder + '/out.pt')",
+        "train(model, opt, range(2, 4)); values = [p.detach().clone() for p in model.parameters()]\n"
+        "torch.save(values, folder + '/out.pt')",
         swap,
     )
     assert wait_line(process) == "ready"
@@ -284,10 +380,11 @@ class Pair:
         self.dis.close()
 
 
-def test_two_models_in_one_folder_do_not_mix(swap: Path) -> None:
+@pytest.mark.parametrize("tier", TIERS)
+def test_two_models_in_one_folder_do_not_mix(tier: str, swap: Path) -> None:
     """A GAN with both models in one folder trains as in memory, bit by bit.
     Five rounds of three backward passes; then one model ends and the other goes on."""
-    ours = Pair(lambda m: offload(m, swap))
+    ours = Pair(lambda m: offload(m, swap, param_offload=tier))
     expected = Pair(lambda m: nvo.offload(m, param_offload="none", optimizer_offload="cpu"))
     for step in range(5):
         ours.round(step)
@@ -299,26 +396,32 @@ def test_two_models_in_one_folder_do_not_mix(swap: Path) -> None:
             pair.dis(torch.full((2, 7), float(step))).sum().backward()
             pair.opt_dis.step()
     ours.dis.flush()
-    assert_equal_bits(ours.values(), expected.values())
+    assert_equal_bits(values_of(ours.dis), values_of(expected.dis))
+    if tier == "none":
+        assert_equal_bits(values_of(ours.gen), values_of(expected.gen))
     assert len(list(swap.rglob("*.swap"))) == 1
     ours.close()
     expected.close()
     assert tree(swap) == []
 
 
-def test_models_after_one_another_do_not_mix(swap: Path) -> None:
+@pytest.mark.parametrize("tier", TIERS)
+def test_models_after_one_another_do_not_mix(tier: str, swap: Path) -> None:
     """A model that ends while another trains takes only its own with it.
     Three TINY of different seeds, interleaved, ended in another order than born."""
     seeds = (1, 2, 3)
-    trained = [offload(models.tiny(seed=seed), swap) for seed in seeds]
+    trained = [offload(models.tiny(seed=seed), swap, param_offload=tier) for seed in seeds]
     opts = [nvo.optim.AdamW(m.parameters(), lr=1e-2) for m in trained]
     for step in range(3):
         for model, opt in zip(trained, opts, strict=True):
             train(model, opt, range(step, step + 1))
         if step < 2:
             continue
+        plain = copy_of(trained[1])
         trained[1].close()
-        trained[1] = copy_of(trained[1])
+        if tier == "none":
+            assert_equal_bits(values_of(trained[1]), values_of(plain))
+        trained[1] = plain
     trained[0].flush()
     trained[2].flush()
     for model, seed in zip(trained, seeds, strict=True):
@@ -329,9 +432,9 @@ def test_models_after_one_another_do_not_mix(swap: Path) -> None:
 
 
 def copy_of(model: nn.Module) -> nn.Module:
-    """The values of a closed model in a plain one."""
+    """The values of a model in a plain one."""
     plain = models.tiny()
-    plain.load_state_dict(copy.deepcopy(model.state_dict()))
+    plain.load_state_dict({name: value.clone() for name, value in model.state_dict().items()})
     return plain
 
 
@@ -354,20 +457,25 @@ def in_fork(action: Callable[[], None]) -> None:
     assert (os.waitpid(pid, 0)[1], text) == (0, "")
 
 
-def test_a_fork_changes_nothing_for_the_parent(swap: Path) -> None:
+@pytest.mark.parametrize("tier", TIERS)
+def test_a_fork_changes_nothing_for_the_parent(tier: str, swap: Path) -> None:
     """The child holds no swap file, refuses to train and closes nothing; the parent trains on, to the bit.
     os.fork between and during steps; open files of the child, huge pages of the pool before and after."""
-    with offload(models.tiny(), swap) as model:
+    with offload(models.tiny(), swap, param_offload=tier) as model:
         opt = nvo.optim.AdamW(model.parameters(), lr=1e-2)
         train(model, opt, range(2))
         models.tiny_loss(model, 2).backward()
-        huge = model._nvoffload.pool.huge_bytes()
+        huge = model._nvoffload.backend.pool.huge_bytes()
 
         def action() -> None:
             links = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
             files = [os.readlink(link) for link in links if os.path.islink(link)]
             assert not [name for name in files if name.endswith((".swap", ".manifest.0", ".manifest.1"))], files
-            for call in (opt.step, model.flush, lambda: nvo.optim.AdamW(model.parameters())):
+            with pytest.raises(nvo.UsageError, match=r"0\.weight"):
+                model[0].weight.detach().clone()
+            calls = [opt.step, model.flush, lambda: nvo.optim.AdamW(model.parameters())]
+            calls.append(lambda: models.tiny_loss(model, 0))
+            for call in calls:
                 try:
                     call()
                 except nvo.UsageError as error:
@@ -377,7 +485,7 @@ def test_a_fork_changes_nothing_for_the_parent(swap: Path) -> None:
             model.close()
 
         in_fork(action)
-        assert model._nvoffload.pool.huge_bytes() == huge
+        assert model._nvoffload.backend.pool.huge_bytes() == huge
         opt.step()
         opt.zero_grad()
         stop = threading.Event()
@@ -387,7 +495,7 @@ def test_a_fork_changes_nothing_for_the_parent(swap: Path) -> None:
         stop.set()
         forker.join()
         model.flush()
-        assert model._nvoffload.pool.huge_bytes() == huge
+        assert model._nvoffload.backend.pool.huge_bytes() == huge
         assert_equal_bits(values_of(model), tiny_alone(8))
     assert tree(swap) == []
 
@@ -407,7 +515,7 @@ def test_a_child_that_frees_the_model_harms_no_memory_of_its_own(swap: Path) -> 
 
     model = offload(models.tiny(), swap)
     holder = [model]
-    address = model._nvoffload.pool._arena.address
+    address = model._nvoffload.backend.pool._arena.address
     del model
 
     def action() -> None:
@@ -442,9 +550,10 @@ def test_a_data_loader_with_workers_feeds_training(swap: Path) -> None:
     """Forked workers neither hang nor disturb a step.
     Two workers and a subprocess against the same rows without workers, by bits."""
 
-    def run(tier: str, workers: int) -> list[torch.Tensor]:
+    def run(tiers: tuple[str, str], workers: int) -> list[torch.Tensor]:
         model = models.tiny()
-        with nvo.offload(model, param_offload="none", optimizer_offload=tier, nvme_path=swap):
+        path = swap if "nvme" in tiers else None
+        with nvo.offload(model, param_offload=tiers[0], optimizer_offload=tiers[1], nvme_path=path):
             opt = nvo.optim.AdamW(model.parameters(), lr=1e-2)
             context = "fork" if workers else None
             for _ in range(2):
@@ -457,18 +566,21 @@ def test_a_data_loader_with_workers_feeds_training(swap: Path) -> None:
                         subprocess.run(["true"], check=True)
                     opt.step()
                     opt.zero_grad()
-        return values_of(model)
+            return values_of(model)
 
-    assert_equal_bits(run("nvme", 2), run("cpu", 0))
+    expected = run(("none", "cpu"), 0)
+    for tiers in (("none", "nvme"), ("cpu", "cpu"), ("nvme", "nvme")):
+        assert_equal_bits(run(tiers, 2), expected)
     assert tree(swap) == []
 
 
-def test_three_runs_leave_no_bytes(swap: Path) -> None:
+@pytest.mark.parametrize("tier", TIERS)
+def test_three_runs_leave_no_bytes(tier: str, swap: Path) -> None:
     """The folder does not fill up over runs.
     Three runs in one folder, one of them ended by an exception, keep="never"."""
     for number in range(3):
         try:
-            with offload(models.tiny(), swap, keep="never") as model:
+            with offload(models.tiny(), swap, param_offload=tier, keep="never") as model:
                 train(model, nvo.optim.AdamW(model.parameters()), range(2))
                 if number == 1:
                     raise ValueError
@@ -477,13 +589,13 @@ def test_three_runs_leave_no_bytes(swap: Path) -> None:
         assert tree(swap) == []
 
 
-@pytest.mark.parametrize("signal_name", ["SIGINT"])
-def test_ctrl_c_in_the_middle_leaves_no_files(signal_name: str, swap: Path) -> None:
+@pytest.mark.parametrize("tier", ["none", "nvme"])
+def test_ctrl_c_in_the_middle_leaves_no_files(tier: str, swap: Path) -> None:
     """keep="never" holds for an interrupt as well; the program ends as Python programs do.
     A child that trains without end is interrupted."""
     process = child(
         "import itertools\n"
-        "with start(keep='never')[0] as model:\n"
+        f"with start(keep='never', param_offload='{tier}')[0] as model:\n"
         "    opt = nvo.optim.AdamW(model.parameters())\n"
         "    train(model, opt, range(2)); print('ready', flush=True)\n"
         "    train(model, opt, itertools.count())\n",
@@ -491,7 +603,7 @@ def test_ctrl_c_in_the_middle_leaves_no_files(signal_name: str, swap: Path) -> N
     )
     assert wait_line(process) == "ready"
     time.sleep(0.3)
-    process.send_signal(getattr(signal, signal_name))
+    process.send_signal(signal.SIGINT)
     start_s = time.monotonic()
     code, _, err = end_of(process)
     assert code in (1, 130, -signal.SIGINT)
@@ -500,32 +612,42 @@ def test_ctrl_c_in_the_middle_leaves_no_files(signal_name: str, swap: Path) -> N
     assert tree(swap) == []
 
 
-def test_an_interrupted_step_is_a_whole_step(swap: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After Ctrl-C in a step, the loop may go on: values, states and step numbers agree.
+@pytest.mark.parametrize("update", ["deferred", "blocking"])
+@pytest.mark.parametrize("tier", TIERS)
+def test_an_interrupted_step_is_a_whole_step(
+    tier: str, update: str, swap: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After Ctrl-C in a step, or a wait for its update, the loop may go on: values, states and step numbers agree.
     SIGINT while a slow disk holds the second step of two zones; then two more steps, against memory."""
-    sims: list[Sim] = []
+    sim = Sim(seed=1, latency_s=0.1)
+    monkeypatch.setattr(backend_room, "open_engine", opener_of(sim))
+    waiting = threading.Event()
+    real = Mover.wait
 
-    def open_slow(kind: str, *, block_bytes: int, queue_depth: int) -> Any:
-        sims.append(Sim(seed=1, latency_s=0.03))
-        return open_sim_engine(sims[-1], block_bytes=block_bytes, queue_depth=queue_depth)
+    def wait(self: Mover, job: Any, **how: Any) -> None:
+        waiting.set()
+        real(self, job, **how)
 
-    monkeypatch.setattr(runtime, "open_engine", open_slow)
-    with offload(models.tiny(), swap) as model:
+    monkeypatch.setattr(Mover, "wait", wait)
+    with offload(models.tiny(), swap, param_offload=tier, update=update) as model:
         opt = nvo.optim.AdamW(model[0].parameters(), lr=1e-2)
         opt.add_param_group({"params": list(model[2].parameters())})
         train(model, opt, range(1))
         models.tiny_loss(model, 1).backward()
-        seen = len(sims[0].log)
+        model.flush()
+        waiting.clear()
 
         def interrupt() -> None:
-            while len(sims[0].log) == seen:
-                time.sleep(0.001)
+            waiting.wait()
+            time.sleep(0.03)  # it is in the C function by now
             os.kill(os.getpid(), signal.SIGINT)
 
         helper = threading.Thread(target=interrupt)
         helper.start()
         with pytest.raises(KeyboardInterrupt):
             opt.step()
+            assert update == "deferred"
+            model.flush()
             time.sleep(5)
         helper.join()
         opt.zero_grad()

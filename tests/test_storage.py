@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from nvoffload import native
 from nvoffload.buffers import HUGE_PAGE_BYTES, Arena, Pool
 from nvoffload.errors import ConfigError, CorruptionError, MachineError, UsageError
-from nvoffload.layout import ALIGN, Flat, Layout, ParameterSpec, cut_tiles
+from nvoffload.layout import ALIGN, Flat, Layout, ParameterSpec, cut_tiles, lay_units
 from nvoffload.manifest import Generation, Manifest, decode, encode
 from nvoffload.swapfile import RunFolder, SwapFile
 
@@ -20,8 +20,9 @@ pytestmark = pytest.mark.timeout(30)
 def layout_of(sizes: list[int], tile_numel: int, dtype: str = "bfloat16") -> Layout:
     specs = tuple(ParameterSpec(f"p{i}", (n,), (1,), dtype, n) for i, n in enumerate(sizes))
     item_bytes = 2 if dtype == "bfloat16" else 4
-    flats = (Flat.of(specs, range(len(sizes)), item_bytes=item_bytes, is_trainable=True),)
-    return Layout(ALIGN, tile_numel, specs, flats, cut_tiles(flats, specs, tile_numel))
+    flats = (Flat.of(specs, range(len(sizes)), unit=0, item_bytes=item_bytes, is_trainable=True),)
+    units = lay_units(["all"], [False], flats, tile_numel)
+    return Layout(ALIGN, tile_numel, specs, flats, cut_tiles(flats, specs, tile_numel), units)
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)

@@ -1,0 +1,387 @@
+"""The Python face of the mover in C: jobs over tiles, the arrays they need, what went wrong.
+
+Decides nothing: not what is updated, not when. Holds no tensors.
+"""
+
+import errno
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from nvoffload import native
+from nvoffload.buffers import Arena, Pool
+from nvoffload.errors import CorruptionError, MachineError, NvoffloadError, StorageError
+from nvoffload.io.engine import Engine, storage_error
+from nvoffload.layout import Layout
+from nvoffload.store import StateZone, Store
+
+DTYPES = {"float32": "NVO_F32", "bfloat16": "NVO_BF16"}
+_PARTS = ("fetched part", "remainder", "state")
+_WAIT_SLICE_MS = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One parameter's part in an update: its gradient (float32, on the host), step number, group."""
+
+    param: int
+    grad_address: int
+    step: int
+    group: int
+    grad_scale: float
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """AdamW's hyper-parameters of one param group at one step."""
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+
+
+class Busy:
+    """One flag per tile of a layout: a visit is on it. Shared by all Tiles of the layout."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.array = native.ffi.new("int32_t[]", max(1, len(layout.tiles)))
+
+
+class Tiles:
+    """The C arrays of some tiles of one unit, for jobs to visit. Keeps what they point to alive.
+
+    `updates` are the parameters whose states these tiles hold: a tile may carry others.
+    """
+
+    def __init__(self, layout: Layout, indices: Sequence[int], busy: Busy, updates: Iterable[int] = ()) -> None:
+        ffi = native.ffi
+        self.layout = layout
+        self.indices = tuple(indices)
+        self.updates = frozenset(updates)
+        self.lane = layout.flats[layout.tiles[self.indices[0]].flat].unit if self.indices else -1
+        segments = [s for i in self.indices for s in layout.tiles[i].segments]
+        self.params = tuple(dict.fromkeys(s.param for s in segments))
+        local = {param: position for position, param in enumerate(self.params)}
+        self.segments = ffi.new("nvo_segment[]", max(1, len(segments)))
+        for at, s in zip(self.segments, segments, strict=False):
+            at.tile_start, at.numel, at.param_start, at.param = s.tile_start, s.numel, s.param_start, local[s.param]
+        self.array = ffi.new("nvo_tile[]", max(1, len(self.indices)))
+        self._kept: list[Any] = [busy]
+        first = 0
+        for at, index in zip(self.array, self.indices, strict=False):
+            tile = layout.tiles[index]
+            flat = layout.flats[tile.flat]
+            at.numel, at.item_bytes = tile.numel, flat.item_bytes
+            at.dtype = getattr(native.lib, DTYPES.get(flat.dtype, "NVO_RAW"))
+            at.fetched_bytes, at.remainder_bytes = tile.fetched_bytes, tile.remainder_bytes
+            at.word_bytes = tile.word_bytes
+            at.first_segment, at.num_segments = first, len(tile.segments)
+            at.busy = busy.array + index
+            first += len(tile.segments)
+
+    def names(self, position: int) -> str:
+        """Return the parameters of the tile at `position`, for messages."""
+        tile = self.layout.tiles[self.indices[position]]
+        names = [self.layout.specs[s.param].name for s in tile.segments]
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        return f"tile {self.indices[position]} ({', '.join(names[:3])}{more})"
+
+    def put_params_on_disk(self, store: Store) -> None:
+        """Give every tile its parameter extent."""
+        records = self._records(store.param_table)
+        for at, index in zip(self.array, self.indices, strict=False):
+            at.fd = store.file.fd
+            at.param = records + index
+            at.param_offset = [store.param_zone.place(index, slot) for slot in (0, 1)]
+
+    def put_state_on_disk(self, store: Store, state: StateZone) -> None:
+        """Give every tile its state extent. REQUIRES: they are all in the zone."""
+        records = self._records(state.table)
+        positions = {tile: position for position, tile in enumerate(state.zone.tiles)}
+        for at, index in zip(self.array, self.indices, strict=False):
+            position = positions[index]
+            at.fd = store.file.fd
+            at.num_words = state.num_words
+            at.state = records + position
+            at.state_offset = [state.zone.place(position, slot) for slot in (0, 1)]
+
+    def put_state_on_host(self, arena: Arena, num_words: int) -> None:
+        """Let states live in an arena of zeros, just large enough."""
+        self._kept.append(arena)
+        address = arena.address
+        for at in self.array[0 : len(self.indices)]:
+            at.num_words = num_words
+            at.host_state = native.ffi.cast("void *", address)
+            address += num_words * at.word_bytes
+
+    def put_params_on_host(self, home: "HostParams") -> None:
+        """Let remainders, and fetched parts if `home` has them, live in host memory."""
+        self._kept.append(home)
+        for at, index in zip(self.array, self.indices, strict=False):
+            at.host_fetched = native.ffi.cast("void *", home.fetched.get(index, 0))
+            at.host_remainder = native.ffi.cast("void *", home.remainders.get(index, 0))
+
+    def _records(self, table: Any) -> Any:
+        self._kept.append(table)
+        return native.ffi.cast("nvo_record *", native.ffi.from_buffer(table))
+
+
+class HostParams:
+    """Host memory for fetched parts (home or standing copy) and remainders of some tiles, by tile."""
+
+    def __init__(self, layout: Layout, indices: Sequence[int], *, has_fetched: bool, has_remainders: bool) -> None:
+        sizes = [
+            (i, has_fetched * layout.tiles[i].fetched_bytes, has_remainders * layout.tiles[i].remainder_bytes)
+            for i in indices
+        ]
+        self.nbytes = sum(fetched + remainder for _, fetched, remainder in sizes)
+        self._arena = Arena(max(1, self.nbytes))
+        self.fetched: dict[int, int] = {}
+        self.remainders: dict[int, int] = {}
+        address = self._arena.address
+        for index, fetched, remainder in sizes:
+            if fetched:
+                self.fetched[index] = address
+            if remainder:
+                self.remainders[index] = address + fetched
+            address += fetched + remainder
+
+
+class Job:
+    """One pass over tiles that the mover has been given. Owns its C arrays until it is over."""
+
+    def __init__(
+        self,
+        kind: str,
+        tiles: Tiles,
+        *,
+        values: Mapping[int, int],
+        works: Sequence[Work] = (),
+        groups: Sequence[Group] = (),
+        pending: Iterable[int] = (),
+    ) -> None:
+        """Describe a job. `values`: addresses by parameter; `pending`: what it is about beside `works`."""
+        ffi, lib = native.ffi, native.lib
+        self.tiles = tiles
+        self._params = ffi.new("nvo_param[]", max(1, len(tiles.params)))
+        self._groups = ffi.new("nvo_group[]", [(g.lr, g.beta1, g.beta2, g.eps, g.weight_decay) for g in groups] or 1)
+        local = {param: self._params[position] for position, param in enumerate(tiles.params)}
+        for param, at in local.items():
+            at.value = ffi.cast("void *", values.get(param, 0))
+        for param in pending:
+            if param in local:
+                local[param].pending = 1
+        for work in works:
+            if work.param in local:
+                at = local[work.param]
+                at.grad, at.grad_dtype = ffi.cast("void *", work.grad_address), lib.NVO_F32
+                at.step, at.group, at.pending, at.scale = work.step, work.group, 1, work.grad_scale
+        self.c = ffi.new("nvo_job *")
+        self.c.kind, self.c.kernel = getattr(lib, kind), lib.NVO_KERNEL_ADAMW
+        self.c.num_tiles, self.c.lane = len(tiles.indices), tiles.lane
+        self.c.tiles, self.c.segments, self.c.params, self.c.groups = (
+            tiles.array,
+            tiles.segments,
+            self._params,
+            self._groups,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class MoverStats:
+    """Totals since the mover opened. run_s, disk_wait_s, gate_wait_s are wall time, the others thread time."""
+
+    run_s: float
+    verify_s: float
+    kernel_s: float
+    disk_wait_s: float
+    gate_wait_s: float
+    tiles: int
+    read_bytes: int
+    write_bytes: int
+    fetch_bytes: int
+
+
+class Mover:
+    """Runs jobs side by side, and names what went wrong with them."""
+
+    def __init__(
+        self,
+        *,
+        engine: Engine | None,
+        pool: Pool | None,
+        device_handle: Any,
+        num_threads: int,
+        path: str,
+        stall_limit_s: float,
+        simd: int | None = None,
+    ) -> None:
+        lib, ffi = native.lib, native.ffi
+        out = ffi.new("nvo_mover **")
+        level = lib.nvo_simd_best() if simd is None else simd
+        engine_handle = engine.handle if engine else ffi.NULL
+        pool_handle = pool.handle if pool else ffi.NULL
+        code = lib.nvo_mover_open(out, engine_handle, pool_handle, device_handle, num_threads, level)
+        native.check(code, "opening the mover")
+        self.handle: Any = out[0]
+        self._engine = engine
+        self._path = path
+        self._stall_limit_s = stall_limit_s
+        self._kept: tuple[Any, ...] = (device_handle,)
+        self._jobs: dict[int, Job] = {}  # by address, until over: the mover in C points into them
+
+    def submit(
+        self,
+        job: Job,
+        *,
+        generation: int = 0,
+        is_demand: bool = False,
+        values_stand: bool = False,
+        verify: bool = True,
+        kernel: str = "NVO_KERNEL_ADAMW",
+    ) -> Job:
+        """Queue a job; return it. Raises the first error of any job."""
+        lib = native.lib
+        job.c.generation, job.c.verify, job.c.values_stand = generation, verify, values_stand
+        job.c.priority = lib.NVO_DEMAND if is_demand else lib.NVO_SHARED
+        job.c.kernel = getattr(lib, kernel)
+        self._jobs[_address(job)] = job
+        if lib.nvo_mover_submit(self.handle, job.c) < 0:
+            del self._jobs[_address(job)]
+            self.check()
+        self._forget_ended()
+        return job
+
+    def _forget_ended(self) -> None:
+        ended = [key for key, job in self._jobs.items() if self.has_come_to(job, is_ended=True)]
+        if native.lib.nvo_mover_error(self.handle, native.ffi.new("nvo_error *")) == 0:  # else one is to be named
+            for key in ended:
+                del self._jobs[key]
+
+    def has_come_to(self, job: Job, *, is_ended: bool) -> bool:
+        """Are all values of `job` delivered, or is all of it done? True too once an error has ended it."""
+        stage = native.lib.NVO_ENDED if is_ended else native.lib.NVO_DELIVERED
+        return bool(native.lib.nvo_mover_wait(self.handle, job.c, stage, 0))
+
+    def promote(self, job: Job) -> None:
+        """Let `job` go first: somebody waits for it."""
+        native.lib.nvo_mover_promote(self.handle, job.c)
+
+    def wait(self, job: Job, *, is_ended: bool, on_progress: Callable[[int, int], None] | None = None) -> None:
+        """Wait until values are delivered or all is done. A Ctrl-C is kept until then: half is no state to be in."""
+        lib = native.lib
+        stage = lib.NVO_ENDED if is_ended else lib.NVO_DELIVERED
+        interrupt: KeyboardInterrupt | None = None
+        start_s = time.monotonic()
+        while True:
+            try:
+                if lib.nvo_mover_wait(self.handle, job.c, stage, _WAIT_SLICE_MS):
+                    break
+                if on_progress:
+                    on_progress(job.c.ended, job.c.num_tiles)
+                self._check_stall(start_s)
+            except KeyboardInterrupt as error:
+                interrupt = error
+        self.check()
+        if interrupt:
+            raise interrupt
+
+    def run(self, job: Job, *, on_progress: Callable[[int, int], None] | None = None, **how: Any) -> None:
+        """Submit `job` as a demand and wait for its end."""
+        self.wait(self.submit(job, is_demand=True, **how), is_ended=True, on_progress=on_progress)
+
+    def _check_stall(self, start_s: float) -> None:
+        if self._engine is None:
+            return
+        stats = self._engine.stats()
+        quiet_s = time.monotonic() - max(start_s, stats.last_progress_s)
+        if stats.inflight and quiet_s > self._stall_limit_s:
+            native.lib.nvo_mover_fail(self.handle, -errno.ETIMEDOUT)
+            raise StorageError(
+                f"{stats.inflight} requests on {self._path} have not completed for {quiet_s:.0f} s "
+                f"(Io.stall_limit_s={self._stall_limit_s:g}). Likely cause: a drive that no longer answers; "
+                "see the kernel log.",
+                errno=errno.ETIMEDOUT,
+                path=self._path,
+            )
+
+    def check(self) -> None:
+        """Raise the first error of any job."""
+        error = native.ffi.new("nvo_error *")
+        if native.lib.nvo_mover_error(self.handle, error) == 0:
+            return
+        job = self._jobs.get(int(native.ffi.cast("intptr_t", error.job)))
+        where = ""
+        if job is not None and 0 <= error.tile < len(job.tiles.indices):
+            where = f" While moving {job.tiles.names(error.tile)}, generation {error.generation}."
+        raise error_from(error, self._path, where)
+
+    def fail(self, code: int) -> None:
+        """Make all jobs fail. From then on nothing touches values, and no transfer begins."""
+        native.lib.nvo_mover_fail(self.handle, code)
+
+    def expect(self, generation: int, count: int) -> None:
+        """Say that `count` updates of `generation` will be submitted."""
+        native.lib.nvo_mover_expect(self.handle, generation, count)
+
+    def wait_written(self, generation: int, timeout_s: float) -> bool:
+        """Return whether all expected updates up to `generation` are written, waiting up to `timeout_s`."""
+        code = native.lib.nvo_mover_wait_written(self.handle, generation, int(timeout_s * 1000))
+        if code < 0:
+            self.check()
+        return bool(code)
+
+    def commit(self, generation: int) -> None:
+        """Say that a manifest names `generation`: the next one may overwrite the one before."""
+        native.lib.nvo_mover_commit(self.handle, generation)
+
+    def stats(self) -> MoverStats:
+        """Return where the time of jobs went."""
+        out = native.ffi.new("nvo_mover_stats *")
+        native.lib.nvo_mover_stats_read(self.handle, out)
+        return MoverStats(
+            run_s=out.run_ns / 1e9,
+            verify_s=out.verify_ns / 1e9,
+            kernel_s=out.kernel_ns / 1e9,
+            disk_wait_s=out.disk_wait_ns / 1e9,
+            gate_wait_s=out.gate_wait_ns / 1e9,
+            tiles=out.tiles,
+            read_bytes=out.read_bytes,
+            write_bytes=out.write_bytes,
+            fetch_bytes=out.fetch_bytes,
+        )
+
+    def close(self) -> None:
+        """End what still runs, and stop the kernel threads. REQUIRES: failed, the engine drained. Idempotent."""
+        if self.handle is not None:
+            for job in self._jobs.values():
+                while not native.lib.nvo_mover_wait(self.handle, job.c, native.lib.NVO_ENDED, _WAIT_SLICE_MS):
+                    continue
+            native.check(native.lib.nvo_mover_close(self.handle), "closing the mover")
+            self.handle = None
+
+
+def _address(job: Job) -> int:
+    return int(native.ffi.cast("intptr_t", job.c))
+
+
+def error_from(error: Any, path: str, where: str) -> NvoffloadError:
+    """Return the exception for an nvo_error."""
+    if error.code == -errno.EBADMSG:
+        return CorruptionError(
+            f"the {_PARTS[error.part]} read from {path} at {error.offset} ({error.nbytes} bytes, slot "
+            f"{error.slot}, generation {error.generation}) does not match its checksum.{where} "
+            "Likely cause: a failing drive, or somebody wrote to the file. Nothing was taken from it.",
+            errno=errno.EBADMSG,
+            path=path,
+            offset=error.offset,
+            nbytes=error.nbytes,
+        )
+    if error.tile < 0 or error.nbytes == 0:
+        return MachineError(f"a job was stopped: {native.describe(error.code)}.{where}")
+    found = storage_error(error.op, path, offset=error.offset, nbytes=error.nbytes, code=error.code)
+    found.args = (f"{found}{where}",)
+    return found

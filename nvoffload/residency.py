@@ -1,0 +1,272 @@
+"""Where units are: brings them where they are needed, makes room, waits, and books the waiting.
+
+What to bring and what to give up is asked of `schedule`; what an update takes, of `update`.
+
+Note [Turnaround]: nothing is released when a forward ends, only when its frame is wanted. So the last
+units of forward are still there for the first of backward, and the first ones for the next forward.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from nvoffload.backend import Backend
+from nvoffload.errors import UsageError
+from nvoffload.layout import UnitSpec
+from nvoffload.mover import Job
+from nvoffload.schedule import Schedule
+from nvoffload.unit import Place, State, Unit
+from nvoffload.update import Pending, Updates
+
+
+@dataclass
+class Stalls:
+    """Seconds that the training thread waited for a unit: for the disk, a commit, or kernels."""
+
+    disk_s: float = 0.0
+    commit_s: float = 0.0
+    kernel_s: float = 0.0
+
+    @property
+    def total_s(self) -> float:
+        """All of it."""
+        return self.disk_s + self.commit_s + self.kernel_s
+
+
+class Residency:
+    """Moves units between their homes and gathered memory. Its lock guards all units and the schedule.
+
+    Hooks may run on any thread, one at a time; the lock is never held while waiting, so a unit that is
+    waited for is pinned first.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        units: Sequence[Unit],
+        frames: Sequence[Place],
+        *,
+        is_framed: Callable[[UnitSpec], bool],
+        synchronize: Callable[[], None],
+    ) -> None:
+        self.lock = threading.RLock()
+        self.units = units
+        self.updates = Updates(backend)
+        self.stalls = Stalls()
+        self._backend = backend
+        self._frames = frames
+        self._occupants: list[int | None] = [None] * len(frames)
+        self._synchronize = synchronize
+        self._is_framed = is_framed
+        backend.start_before = self._start_before
+        self.schedule = Schedule(len(units), [unit.number for unit in units if is_framed(unit.spec)])
+
+    # ---- needs
+
+    def need(self, unit: Unit, *, is_backward: bool) -> None:
+        """Return with the unit shown and pinned; `unneed` takes the pin back."""
+        with self.lock:
+            self._backend.check()
+            if unit.pins == 0:
+                self.check_unwritten(unit)
+            if self._is_framed(unit.spec):
+                self.schedule.note(unit.number, is_backward)
+            unit.pins += 1
+        try:
+            self._bring(unit)
+        except BaseException:
+            self.unneed(unit)
+            raise
+
+    def unneed(self, unit: Unit) -> None:
+        """One user of the unit less; its memory stays as it is until it is wanted."""
+        with self.lock:
+            assert unit.pins > 0
+            unit.pins -= 1
+
+    def _bring(self, unit: Unit) -> None:
+        blocker: Unit | None = unit
+        while blocker is not None:
+            with self.lock:
+                blocker = self._start(unit, is_demand=True)
+                if blocker is None:
+                    for job in unit.deliveries:
+                        self._backend.mover.promote(job)
+                    self.prefetch()
+            self.wait_delivered(blocker or unit)
+        with self.lock:
+            if unit.state is State.GATHERED:
+                self.check_unwritten(unit)
+                unit.show()
+
+    def check_unwritten(self, unit: Unit) -> None:
+        """Raise UsageError if somebody has written through a stand-in outside of a forward, and undo that."""
+        names = [self._backend.layout.specs[param].name for param in unit.written()]
+        if not names:
+            return
+        is_spoilt = unit.state is State.SHOWN and not unit.is_standing and not unit.pins
+        unit.undo_writes()
+        if is_spoilt:
+            self._release(unit)
+        raise UsageError(
+            f"{', '.join(names)} changed in place through a tensor kept from a forward, after that forward: the "
+            "change is lost. Change the parameter itself, under torch.no_grad(): p.copy_(...), p.mul_(...)."
+        )
+
+    def _release(self, unit: Unit) -> None:
+        self._occupants = [None if number == unit.number else number for number in self._occupants]
+        unit.release()
+        self._synchronize()  # what still computes with the old values
+
+    def prefetch(self) -> None:
+        """Start what will be needed next, as far as frames allow."""
+        with self.lock:
+            for unit in self.units:
+                if unit.own_place is not None and unit.state is State.AWAY:
+                    self._start(unit, is_demand=False)
+            for number, frame in self.schedule.prefetches(self._occupants, self._pinned()):
+                occupant = self._occupants[frame]
+                if occupant is None or self._has_arrived(self.units[occupant]):
+                    self._gather_into(self.units[number], frame, is_demand=False)
+
+    def _pinned(self) -> set[int]:
+        return {unit.number for unit in self.units if unit.pins}
+
+    def _start(self, unit: Unit, *, is_demand: bool) -> Unit | None:
+        """See that the unit is on its way or there; return another one whose arrival must be awaited first."""
+        if unit.state is not State.AWAY:
+            return None
+        if unit.own_place is not None:
+            self._gather(unit, unit.own_place, is_demand=is_demand)
+            return None
+        frame = self.schedule.victim(self._occupants, self._pinned() - {unit.number})
+        if frame is None:
+            raise self._too_many()
+        occupant = self._occupants[frame]
+        if occupant is not None and not self._has_arrived(self.units[occupant]):
+            return self.units[occupant]
+        self._gather_into(unit, frame, is_demand=is_demand)
+        return None
+
+    def _too_many(self) -> UsageError:
+        framed = [unit for unit in self.units if self._is_framed(unit.spec)]
+        names = ", ".join(unit.spec.name for unit in framed if unit.pins)
+        return UsageError(
+            f"{names} are needed at once, and device_budget holds {len(self._frames)} units of "
+            f"{max((unit.spec.nbytes for unit in framed), default=0)} bytes. Raise device_budget, or put what runs "
+            "inside each other into one unit with units=..."
+        )
+
+    def _has_arrived(self, unit: Unit) -> bool:
+        """Note an arrival nobody waited for; False while it is on its way."""
+        mover = self._backend.mover
+        if unit.state is State.GATHERING and all(mover.has_come_to(job, is_ended=False) for job in unit.deliveries):
+            self._backend.check()
+            unit.arrive()
+        return unit.state is not State.GATHERING
+
+    def _gather_into(self, unit: Unit, frame: int, *, is_demand: bool) -> None:
+        occupant = self._occupants[frame]
+        if occupant is not None:
+            self.check_unwritten(self.units[occupant])
+            self._release(self.units[occupant])
+        self._occupants[frame] = unit.number
+        self._gather(unit, self._frames[frame], is_demand=is_demand)
+
+    def _gather(self, unit: Unit, place: Place, *, is_demand: bool) -> None:
+        values = unit.values_in(place)
+        rest = self.updates.untouched(unit.number, unit.spec)
+        jobs = self.updates.submit(unit.number, values, values_stand=False, is_demand=is_demand)
+        if rest:
+            jobs.append(self.updates.fetch(rest, values, unit.spec.params, is_demand=is_demand))
+        unit.gather(place, jobs)
+        self._keep_jobs(unit, jobs)
+
+    def _keep_jobs(self, unit: Unit, jobs: Iterable[Job]) -> None:
+        mover = self._backend.mover
+        unit.jobs = [job for job in unit.jobs if not mover.has_come_to(job, is_ended=True)] + list(jobs)
+
+    # ---- waiting
+
+    def wait_delivered(self, unit: Unit) -> None:
+        """Wait until the unit's values are where its jobs bring them."""
+        self._wait(list(unit.deliveries), is_ended=False)
+        with self.lock:
+            self._has_arrived(unit)
+
+    def _wait(self, jobs: Sequence[Job], *, is_ended: bool) -> None:
+        mover = self._backend.mover
+        if all(mover.has_come_to(job, is_ended=is_ended) for job in jobs):
+            self._backend.check_jobs()
+            return
+        before, start_s = mover.stats(), time.perf_counter()
+        try:
+            for job in jobs:
+                mover.promote(job)
+            with self._backend.guarded():
+                for job in jobs:
+                    mover.wait(job, is_ended=is_ended)
+        finally:
+            passed_s, after = time.perf_counter() - start_s, mover.stats()
+            disk_s = min(passed_s, after.disk_wait_s - before.disk_wait_s)
+            commit_s = min(passed_s - disk_s, after.gate_wait_s - before.gate_wait_s)
+            self.stalls.disk_s += disk_s
+            self.stalls.commit_s += commit_s
+            self.stalls.kernel_s += passed_s - disk_s - commit_s
+
+    # ---- updates
+
+    def capture(self, unit: Unit, pending: Pending) -> None:
+        """A step has captured gradients of the unit: what it shows is old from now on."""
+        with self.lock:
+            unit.advance(work.param for work in pending.works)
+            self.updates.add(unit.number, pending)
+
+    def start_updates(self, numbers: Iterable[int], *, is_everywhere: bool = False) -> list[Job]:
+        """Start the pending updates of units that have a place to go to, or of all of them; in forward order."""
+        started: list[Job] = []
+        with self.lock:
+            order = {number: position for position, number in enumerate(self.schedule.first_uses())}
+            for number in sorted(numbers, key=lambda n: order.get(n, -1)):
+                unit = self.units[number]
+                if unit.place is not None or is_everywhere:
+                    started += self._update(unit)
+        return started
+
+    def _start_before(self, generation: int) -> None:
+        with self.lock:
+            self.start_updates(self.updates.before(generation), is_everywhere=True)
+
+    def _update(self, unit: Unit) -> list[Job]:
+        values = unit.values_in(unit.place) if unit.place is not None else {}
+        if unit.state is State.SHOWN:
+            unit.hide()
+        jobs = self.updates.submit(unit.number, values, values_stand=unit.is_standing, is_demand=False)
+        if jobs and unit.state is State.GATHERED:
+            assert unit.place is not None
+            unit.gather(unit.place, jobs)
+        elif jobs and unit.place is not None:
+            unit.deliveries = [*unit.deliveries, *jobs]
+        self._keep_jobs(unit, jobs)
+        return jobs
+
+    def settle(self, unit: Unit, *, is_ended: bool) -> None:
+        """Return once no job reads the unit's gradients any more, or, if `is_ended`, none of its jobs runs."""
+        with self.lock:
+            if self.updates.is_pending(unit.number):
+                self._update(unit)
+            jobs = list(unit.jobs)
+        self._wait(jobs, is_ended=is_ended)
+        with self.lock:
+            self._has_arrived(unit)
+
+    def finish(self) -> None:
+        """Apply everything pending and wait until it is written."""
+        jobs = self.start_updates(self.updates.units(), is_everywhere=True)
+        for unit in self.units:
+            jobs += [job for job in unit.jobs if job not in jobs]
+        self._wait(jobs, is_ended=True)
+        with self.lock:
+            for unit in self.units:
+                self._has_arrived(unit)

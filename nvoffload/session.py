@@ -1,0 +1,384 @@
+"""One offloaded model: its units, wrappers and gradients, over its backend. What a wrapper asks of above.
+
+Steps, reads, writes, flushes and ends; registers no hooks.
+"""
+
+import logging
+import sys
+import time
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from nvoffload.backend import Backend
+from nvoffload.buffers import HUGE_PAGE_BYTES, Arena, Trimmer
+from nvoffload.config import OffloadConfig
+from nvoffload.device import Device, Memory, Poison
+from nvoffload.errors import NvoffloadError, UsageError
+from nvoffload.gradient import Accumulator
+from nvoffload.layout import Layout, UnitSpec, round_up
+from nvoffload.ledger import NUM_ADAMW_WORDS, Homes, Traffic, largest_gradient_bytes, training_traffic
+from nvoffload.mover import Group, Tiles, Work
+from nvoffload.parameter import OffloadedParameter, wrap
+from nvoffload.residency import Residency
+from nvoffload.shims import graph_task_id
+from nvoffload.stats import OffloadStats
+from nvoffload.unit import Binding, Place, Unit
+from nvoffload.update import Pending
+from nvoffload.values import Values
+
+log = logging.getLogger("nvoffload")
+GRADIENT_START = 16  # elements: each accumulator starts on a 64-byte boundary
+TRIM_SLACK_BYTES = 32 << 20  # at least
+RUN_AHEAD = 3  # generations that may be uncommitted when a step begins
+
+
+class Session:
+    """Opened by `offload`, ended once by close, the end of a `with` block, or the interpreter's exit."""
+
+    def __init__(
+        self,
+        config: OffloadConfig,
+        layout: Layout,
+        *,
+        folder: Path | None,
+        buffer_count: int,
+        num_frames: int,
+        device: Device,
+        torch_device: torch.device,
+    ) -> None:
+        self.config = config
+        self.layout = layout
+        self.torch_device = torch_device
+        self.optimizers: dict[int, Any] = {}  # weak references, by parameter
+        self.wrappers: dict[int, OffloadedParameter] = {}
+        self.accumulators: dict[int, Accumulator] = {}
+        self._landed: list[int] = []
+        self._device = device
+        self._steps = 0
+        self._num_frames = num_frames
+        self._step_s = 0.0
+        self._last_stats: OffloadStats | None = None
+        self._memory: list[Memory] = []
+        self._arenas: list[Arena] = []  # of gradients; a handle may outlive the session, so they are not closed
+        self.backend = Backend(config, layout, folder=folder, buffer_count=buffer_count, device=device)
+        try:
+            self._open(num_frames)
+        except BaseException:
+            self.backend.close(keep=False)
+            raise
+
+    def _open(self, num_frames: int) -> None:
+        self._poison = Poison(self.torch_device, max((spec.nbytes for spec in self.layout.units), default=0))
+        self.units = [Unit(self.layout, spec, number, self._poison) for number, spec in enumerate(self.layout.units)]
+        frame_bytes = max((spec.nbytes for spec in self.layout.units if self._is_framed(spec)), default=0)
+        frames: list[Place] = []
+        if num_frames and frame_bytes:
+            memory = self._allocate(num_frames * frame_bytes)
+            frames = [Place(memory, index * frame_bytes) for index in range(num_frames)]
+        for unit in self.units:
+            if not self._is_framed(unit.spec) and self.config.param_offload != "none":
+                unit.own_place = Place(self._allocate(max(1, unit.spec.nbytes)), 0)
+        self.residency = Residency(
+            self.backend, self.units, frames, is_framed=self._is_framed, synchronize=self._device.synchronize
+        )
+        self._trimmer = Trimmer(max(TRIM_SLACK_BYTES, largest_gradient_bytes(self.layout)))
+        self.values = Values(self.backend, self.residency, self.torch_device)
+
+    def _is_framed(self, spec: UnitSpec) -> bool:
+        return is_framed(spec, self.config)
+
+    def _allocate(self, nbytes: int) -> Memory:
+        self._memory.append(Memory(self.torch_device, nbytes))
+        return self._memory[-1]
+
+    # ---- birth
+
+    def fill(self, unit: Unit, values: Mapping[int, int]) -> None:
+        """Write a unit's values home: `values`, addresses of dense parameters, by number."""
+        self.backend.fill(unit.number, unit.spec, values, values_stand=False)
+
+    def adopt(self, unit: Unit, bindings: Sequence[Binding], values: Mapping[int, Tensor]) -> None:
+        """Take the unit over: wrappers and stand-ins from now on, and, if it stands in memory, a place of its own."""
+        unit.bindings = list(bindings)
+        unit.make_stand_ins()
+        if self.config.param_offload == "none":
+            unit.is_standing = True
+            unit.own_place = Place(self._allocate(max(1, unit.spec.nbytes)), 0)
+            unit.gather(unit.own_place, [])
+            unit.arrive()
+            unit.show()
+            with torch.no_grad():
+                for param in unit.spec.params:
+                    unit.shown(param).copy_(values[param])
+            unit.take_writes()
+        self._make_accumulators(unit, {b.wrapper.index: b.wrapper for b in bindings})
+        unit.register_wrappers(is_first=True)
+
+    def wrapper_of(self, index: int, *, requires_grad: bool) -> OffloadedParameter:
+        """Return the wrapper of parameter `index`, made on the first call."""
+        if index not in self.wrappers:
+            spec = self.layout.specs[index]
+            self.wrappers[index] = wrap(
+                self,
+                index,
+                name=spec.name,
+                tier=self.config.param_offload,
+                shape=spec.shape,
+                stride=spec.stride,
+                dtype=getattr(torch, spec.dtype),
+                device=self.torch_device,
+                requires_grad=requires_grad,
+                blank=self._poison.storage,
+            )
+        return self.wrappers[index]
+
+    def _make_accumulators(self, unit: Unit, wrappers: Mapping[int, OffloadedParameter]) -> None:
+        trainable = [p for p in unit.spec.params if wrappers[p].requires_grad]
+        sizes = [round_up(self.layout.specs[p].numel, GRADIENT_START) for p in trainable]
+        # Of its own mapping: in malloc's heap it would sit among parameters that are about to be freed.
+        nbytes = 4 * max(1, sum(sizes))
+        arena = Arena(nbytes, is_huge=nbytes >= HUGE_PAGE_BYTES, is_forkable=True, is_touched=False)
+        memory = torch.frombuffer(arena.view(), dtype=torch.float32)
+        self._arenas.append(arena)
+        start = 0
+        for param, size in zip(trainable, sizes, strict=True):
+            spec = self.layout.specs[param]
+            self.accumulators[param] = Accumulator(
+                memory[start : start + spec.numel],
+                name=spec.name,
+                shape=spec.shape,
+                stride=spec.stride,
+                device=self.torch_device,
+                before_write=lambda: self.residency.settle(unit, is_ended=False),
+            )
+            start += size
+
+    # ---- what a wrapper asks
+
+    @property
+    def is_open(self) -> bool:
+        """False once ended, and in a forked child."""
+        return self.backend.is_open
+
+    def read(self, index: int) -> Tensor:
+        """Return the parameter's values after all steps made so far: a fresh tensor."""
+        return self.values.read(index)
+
+    def write(self, index: int, values: Tensor) -> None:
+        """Replace a parameter's values. A bfloat16 master becomes exactly these."""
+        self.values.write(index, values)
+        increment_version([self.wrappers[index]])
+
+    # ---- gradients
+
+    def land(self, index: int, grad: Tensor) -> None:
+        """Add a gradient to the parameter's accumulator; `publish` makes it visible."""
+        self.accumulators[index].land(grad, self.wrappers[index].grad)
+        self._landed.append(index)
+        self._trimmer.trim()
+
+    def publish(self) -> None:
+        """A backward has ended: let `.grad` show what has landed."""
+        landed, self._landed = self._landed, []
+        for index in dict.fromkeys(landed):
+            handle = self.accumulators[index].publish()
+            if handle is not None:
+                self.wrappers[index].grad = handle
+
+    # ---- steps
+
+    def add_states(self, params: frozenset[int]) -> dict[int, Tiles]:
+        """Make zeroed states for `params`; return what updates of them visit, by unit."""
+        return self.backend.add_states(params)
+
+    def step(
+        self, optimizer: Hashable, zones: Sequence[Mapping[int, Tiles]], works: Sequence[Work], groups: Sequence[Group]
+    ) -> None:
+        """Capture one step of `works`; `finish_step` follows. Values read from now on are those after it."""
+        self.check_at_rest("step()")
+        start_s = time.perf_counter()
+        committer = self.backend.committer
+        generation = committer.begin(optimizer) if committer else 0
+        self.backend.has_stepped = True
+        if committer is not None and generation > RUN_AHEAD:
+            committer.wait_for(generation - RUN_AHEAD)
+        self._device.synchronize()
+        for zone in zones:
+            for number, tiles in zone.items():
+                mine = tuple(
+                    w for w in works if w.param in tiles.updates and self.layout.place_of(w.param)[0] == number
+                )
+                if mine:
+                    self.residency.capture(self.units[number], Pending(tiles, mine, tuple(groups), generation))
+        increment_version([self.wrappers[work.param] for work in works])
+        self._steps += 1
+        self._step_s += time.perf_counter() - start_s
+
+    def finish_step(self) -> None:
+        """Start what has a place to go to; with update="blocking" wait until all of it is written."""
+        start_s = time.perf_counter()
+        try:
+            if self.config.update == "blocking":
+                self.residency.finish()
+            else:
+                self.residency.start_updates(self.residency.updates.units())
+        finally:
+            self._step_s += time.perf_counter() - start_s
+
+    def check_at_rest(self, what: str) -> None:
+        """Raise UsageError inside a forward or backward, and what went wrong before."""
+        self.backend.check()
+        running = next((unit.spec.name for unit in self.units if unit.depth), None)
+        if graph_task_id() != -1 or running is not None:
+            where = f"the forward of {running}" if running else "a backward"
+            raise UsageError(f"{what} was called inside {where}; call it after backward() has returned.")
+        for unit in self.units:
+            self.residency.check_unwritten(unit)
+
+    def flush(self) -> None:
+        """Return when every step made so far is written and committed."""
+        self.check_at_rest("flush()")
+        self.residency.finish()
+        self.backend.close_generation()
+        self.backend.wait_committed()
+
+    def close_generation(self) -> None:
+        """The loop has moved on: what was stepped so far may be committed."""
+        self.backend.close_generation()
+
+    # ---- whole values
+
+    @contextmanager
+    def gathered(self, indices: Sequence[int], *, write: bool) -> Iterator[dict[int, Tensor]]:
+        """Give whole values by number; with `write` store what they are at the end."""
+        values = {index: self.read(index) for index in indices}
+        yield values
+        if write:
+            for index, value in values.items():
+                self.write(index, value)
+
+    # ---- figures and end
+
+    def synchronize(self) -> None:
+        """Wait for what the device still does."""
+        self._device.synchronize()
+
+    def ledger(self, *, steps: int, passes: int) -> Traffic:
+        """Return the bytes that so many steps and a flush must move."""
+        store = self.backend.store
+        every = frozenset(self.accumulators)
+        zones = [z.zone for z in store.state_zones] if store else []
+        if not zones:
+            zones = [self.layout.state_zone(0, every, NUM_ADAMW_WORDS)] if every else []
+        homes = Homes(
+            has_params=self.config.uses_disk,
+            fetches=self.config.param_offload == "nvme",
+            has_states=self.config.state_tier == "nvme",
+        )
+        framed = [unit.number for unit in self.units if self._is_framed(unit.spec)]
+        return training_traffic(self.layout, zones, homes, framed, self._num_frames, steps=steps, passes=passes)
+
+    def summary(self) -> list[str]:
+        """Return what is where and where the time went, for people."""
+        stats = self.stats()
+        lines = [f"{unit!r}" for unit in self.units]
+        lines.append(
+            f"{stats.steps} steps; read {stats.read_bytes / 1e9:.3g} GB, wrote {stats.write_bytes / 1e9:.3g} GB; "
+            f"waited {stats.wait_s:.3g} s: disk {stats.disk_wait_s:.3g}, commit {stats.commit_wait_s:.3g}, "
+            f"kernels {stats.kernel_wait_s:.3g}; {stats.overlap:.0%} of the disk's time ran under compute"
+        )
+        return lines
+
+    def stats(self) -> OffloadStats:
+        """Return the counters; those of the end once closed."""
+        if self._last_stats is not None:
+            return self._last_stats
+        backend, stalls = self.backend, self.residency.stalls
+        engine, mover = backend.engine_stats(), backend.mover.stats()
+        return OffloadStats(
+            steps=self._steps,
+            read_bytes=engine.read_bytes if engine else 0,
+            write_bytes=engine.write_bytes if engine else 0,
+            fill_bytes=backend.fill_bytes,
+            fetch_bytes=mover.fetch_bytes - self.values.read_bytes if engine else 0,
+            update_read_bytes=mover.read_bytes - mover.fetch_bytes,
+            update_write_bytes=mover.write_bytes - backend.fill_bytes - self.values.write_bytes,
+            user_read_bytes=self.values.read_bytes,
+            user_write_bytes=self.values.write_bytes,
+            manifest_bytes=backend.run.manifest_bytes if backend.run else 0,
+            requests=engine.read_requests + engine.write_requests if engine else 0,
+            step_s=self._step_s,
+            kernel_s=mover.kernel_s,
+            verify_s=mover.verify_s,
+            disk_wait_s=stalls.disk_s,
+            commit_wait_s=stalls.commit_s,
+            kernel_wait_s=stalls.kernel_s,
+            disk_busy_s=engine.busy_s if engine else 0.0,
+            engine=backend.engine.name if backend.engine else "none",
+            is_direct=bool(backend.store and backend.store.file.is_direct),
+        )
+
+    def end(self, *, is_clean: bool) -> None:
+        """Commit if the store stays, free everything, remove or keep the files. Idempotent."""
+        if not self.backend.is_open:
+            return
+        backend, failed = self.backend, self.backend.has_failed
+        keep = self.config.keep
+        wants = backend.run is not None and (keep == "always" or (keep == "on_error" and (failed or not is_clean)))
+        is_standing = self.config.param_offload == "none"
+        if (wants or is_standing) and not failed:
+            try:
+                self.residency.finish()
+                if wants:
+                    backend.close_generation()
+                    backend.wait_committed()
+            except NvoffloadError as error:
+                log.error("the last step could not be committed: %s", error)
+        step, where = backend.committed_step, backend.run.folder.path if backend.run else None
+        kept = wants and step >= 1
+        self._last_stats = self.stats()
+        if is_standing:
+            self._restore()
+        if backend.close(keep=kept):
+            self._free_memory()
+        if kept:
+            log.warning("kept %s at committed step %d. To delete it: rm -r %s", where, step, where)
+
+    def _restore(self) -> None:
+        """Give a model whose parameters stayed in memory ordinary ones again."""
+        with torch.no_grad():
+            for unit in self.units:
+                if unit.place is None:
+                    continue
+                values = self.values.bytes_of(unit)
+                plain = {
+                    param: torch.nn.Parameter(
+                        unit.view(values, param).clone(memory_format=torch.preserve_format),
+                        requires_grad=self.wrappers[param].requires_grad,
+                    )
+                    for param in unit.spec.params
+                }
+                for binding in unit.bindings:
+                    binding.register(plain[binding.wrapper.index])
+
+    def _free_memory(self) -> None:
+        """Give gathered memory back; what views were kept of it read NaN from now on."""
+        for unit in self.units:
+            unit.end()
+        for memory in self._memory:
+            memory.close()
+
+    def end_at_exit(self) -> None:
+        """End when the module is gone or the interpreter exits; an uncaught exception keeps the store."""
+        self.end(is_clean=getattr(sys, "last_value", None) is None)
+
+
+def is_framed(spec: UnitSpec, config: OffloadConfig) -> bool:
+    """Does the unit share frames with others, rather than have memory of its own?"""
+    return config.param_offload != "none" and not spec.is_kept and spec.nbytes > 0

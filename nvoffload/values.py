@@ -1,0 +1,98 @@
+"""Whole values: what the program reads and writes of parameters, outside of forwards and steps."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from nvoffload.backend import Backend
+from nvoffload.mover import Job
+from nvoffload.residency import Residency
+from nvoffload.unit import State, Unit
+
+
+class Values:
+    """Reads and writes parameters by number. Both wait for the unit's pending updates."""
+
+    def __init__(self, backend: Backend, residency: Residency, device: torch.device) -> None:
+        self._backend = backend
+        self._residency = residency
+        self._layout = backend.layout
+        self._device = device
+        self.read_bytes = 0  # of the disk
+        self.write_bytes = 0
+
+    def unit_of(self, index: int) -> Unit:
+        """Return the unit of a parameter."""
+        return self._residency.units[self._layout.place_of(index)[0]]
+
+    @torch.no_grad()
+    def read(self, index: int) -> Tensor:
+        """Return the parameter's values after all steps made so far: a fresh tensor."""
+        self._backend.check()
+        unit, spec = self.unit_of(index), self._layout.specs[index]
+        self._residency.settle(unit, is_ended=False)
+        self._residency.wait_delivered(unit)
+        if unit.place is not None and unit.state is not State.GATHERING:
+            self._backend.device.synchronize()
+            return unit.view(self.bytes_of(unit), index).clone(memory_format=torch.preserve_format)
+        dtype: torch.dtype = getattr(torch, spec.dtype)
+        out = torch.empty_strided(spec.shape, spec.stride, dtype=dtype, device=self._device)
+        tiles = self._tiles_of(unit, index)
+        self._backend.device.synchronize()
+        job = self._residency.updates.fetch(tiles, {index: out.data_ptr()}, [index], is_demand=True)
+        with self._backend.guarded() as mover:
+            mover.wait(job, is_ended=True)
+        if self._backend.config.param_offload == "nvme":
+            self.read_bytes += sum(self._layout.tiles[i].fetched_bytes for i in tiles)
+        return out
+
+    def bytes_of(self, unit: Unit) -> Tensor:
+        """Return the memory that holds the unit's values now, as bytes. REQUIRES: it has a place."""
+        assert unit.place is not None
+        out = torch.empty(0, dtype=torch.uint8, device=self._device)
+        return out.set_(unit.place.storage(unit.spec.nbytes))
+
+    def _tiles_of(self, unit: Unit, index: int) -> list[int]:
+        return [i for i in unit.spec.tiles if any(s.param == index for s in self._layout.tiles[i].segments)]
+
+    @torch.no_grad()
+    def write(self, index: int, values: Tensor) -> None:
+        """Replace a parameter's values. A bfloat16 master becomes exactly these."""
+        self._backend.check()
+        unit, spec = self.unit_of(index), self._layout.specs[index]
+        self._residency.check_unwritten(unit)
+        self._residency.settle(unit, is_ended=True)
+        dense = torch.empty_strided(spec.shape, spec.stride, dtype=values.dtype, device=self._device)
+        dense.copy_(values)
+        if unit.place is not None:
+            self._residency.wait_delivered(unit)
+            unit.view(self.bytes_of(unit), index).copy_(dense)
+        self._backend.device.synchronize()
+        addresses = unit.values_in(unit.place) if unit.is_standing and unit.place else {index: dense.data_ptr()}
+        self._store(unit, self._tiles_of(unit, index), addresses, [index])
+        with self._residency.lock:
+            unit.advance([index])
+
+    def write_back(self, unit: Unit) -> None:
+        """A forward changed stand-ins in place: their values are the parameters' from now on."""
+        assert unit.place is not None
+        self._residency.settle(unit, is_ended=True)
+        self._backend.device.synchronize()
+        written = unit.written()
+        tiles = [i for i in unit.spec.tiles if any(s.param in written for s in self._layout.tiles[i].segments)]
+        self._store(unit, tiles, unit.values_in(unit.place), written)
+        with self._residency.lock:
+            unit.take_writes()
+
+    def _store(self, unit: Unit, tiles: Sequence[int], values: Mapping[int, int], params: Sequence[int]) -> None:
+        committer = self._backend.committer
+        generation = committer.begin_write() if committer else 0
+        job = Job("NVO_STORE", self._backend.tiles(tiles), values=values, pending=params)
+        verify = self._backend.config.verify
+        with self._backend.guarded() as mover:
+            before = mover.stats()
+            mover.run(job, generation=generation, values_stand=unit.is_standing, verify=verify)
+            after = mover.stats()
+        self.read_bytes += after.read_bytes - before.read_bytes
+        self.write_bytes += after.write_bytes - before.write_bytes
