@@ -3,7 +3,6 @@
 Opens them in order and closes them in reverse. Knows units only as ranges of tiles; no torch modules.
 """
 
-import errno
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -44,6 +43,7 @@ class Backend:
         self._busy = Busy(layout)
         self._host: dict[int, HostParams] = {}  # by unit
         self._tiles: dict[tuple[int, ...], Tiles] = {}
+        self._arenas: list[Arena] = []  # of what lives on the host
         # In order of birth; `_free` closes in reverse.
         self.run: Run | None = None
         self.store: Store | None = None
@@ -149,6 +149,7 @@ class Backend:
             self._host[unit] = HostParams(
                 self.layout, spec.tiles, has_fetched=has_fetched, has_remainders=self.store is None
             )
+            self._arenas.append(self._host[unit].arena)
         job = Job("NVO_FILL_PARAM", self.tiles(spec.tiles), values=values, pending=spec.params)
         with self.guarded() as mover:
             mover.run(job, values_stand=values_stand)
@@ -177,6 +178,7 @@ class Backend:
                     mover.run(Job("NVO_FILL_STATE", tiles, values={}))
             else:
                 arena = Arena(max(1, sum(NUM_ADAMW_WORDS * self.layout.tiles[i].word_bytes for i in tiles.indices)))
+                self._arenas.append(arena)
                 tiles.put_state_on_host(arena, NUM_ADAMW_WORDS)
             if on_progress:
                 on_progress(done + 1, len(found))
@@ -252,7 +254,7 @@ class Backend:
         if self.committer is not None and self._mover is not None:
             self.committer.leave(self._mover)
         if self._mover is not None:
-            self._mover.fail(-errno.ESHUTDOWN)  # a kernel that ends must find no engine to write with
+            self._mover.stop()  # a kernel that ends must find no engine to write with
         try:
             if self.engine is not None:
                 self.engine.close(timeout_s=min(30.0, self.config.io.stall_limit_s))
@@ -264,6 +266,8 @@ class Backend:
                 self._mover.close()
             if self.pool is not None:
                 self.pool.close()
+            for arena in self._arenas:
+                arena.close()
             self.device.close()
         if self.run is not None and self.store is not None:
             self.run.leave(self.store, keep=keep)

@@ -65,33 +65,37 @@ class Committer:
         return self._error
 
     def poison(self, error: NvoffloadError) -> None:
-        """Never hand over the open generation: a step of it failed half way."""
+        """Commit nothing any more: a step failed half way, or a manifest could not be written."""
         with self._changed:
             self._stepped.clear()
             self._error = self._error or error
             for mover in self._movers:
-                mover.fail(-(getattr(error, "errno", None) or errno.EIO))
+                mover.fail(error)
             self._changed.notify_all()
 
     def begin(self, optimizer: Hashable) -> int:
         """Return the generation that a step of `optimizer` belongs to."""
         self.check()
-        if self._closed < 0:
-            self._hand_over(0)
-        if optimizer in self._stepped:
-            self.close_generation()
-        self._stepped.add(optimizer)
-        self._start_before(self._closed + 1)
-        return self._closed + 1
+        with self._changed:
+            if self._closed < 0:
+                self._hand_over(0)
+            if optimizer in self._stepped:
+                self.close_generation()
+            self._stepped.add(optimizer)
+            generation = self._closed + 1
+        self._start_before(generation)
+        return generation
 
     def begin_write(self) -> int:
         """Return the generation that a user write belongs to; before the first step it is the fill's."""
         self.check()
-        if self._closed < 0:
-            return 0
-        self._stepped.add(None)
-        self._start_before(self._closed + 1)
-        return self._closed + 1
+        with self._changed:
+            if self._closed < 0:
+                return 0
+            self._stepped.add(None)
+            generation = self._closed + 1
+        self._start_before(generation)
+        return generation
 
     def _start_before(self, generation: int) -> None:
         for start_before in list(self._movers.values()):
@@ -100,9 +104,10 @@ class Committer:
     def close_generation(self) -> None:
         """End the open generation, if a step was made in it, and have it committed."""
         self.check()
-        if self._stepped:
-            self._stepped.clear()
-            self._hand_over(self._closed + 1)
+        with self._changed:
+            if self._stepped:
+                self._stepped.clear()
+                self._hand_over(self._closed + 1)
 
     def _hand_over(self, generation: int) -> None:
         with self._changed:
@@ -175,11 +180,7 @@ class Committer:
     def _give_up(self, generation: int, error: Exception) -> None:
         text = f"committing generation {generation} failed: {error} The last committed one stays valid."
         code = getattr(error, "errno", None) or errno.EIO
-        with self._changed:
-            self._error = StorageError(text, errno=code, path=str(self._run.folder.path))
-            for mover in self._movers:
-                mover.fail(-code)
-            self._changed.notify_all()
+        self.poison(StorageError(text, errno=code, path=str(self._run.folder.path)))
 
 
 _committers: dict[str, Committer] = {}

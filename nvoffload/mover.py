@@ -138,10 +138,10 @@ class HostParams:
             for i in indices
         ]
         self.nbytes = sum(fetched + remainder for _, fetched, remainder in sizes)
-        self._arena = Arena(max(1, self.nbytes))
+        self.arena = Arena(max(1, self.nbytes))
         self.fetched: dict[int, int] = {}
         self.remainders: dict[int, int] = {}
-        address = self._arena.address
+        address = self.arena.address
         for index, fetched, remainder in sizes:
             if fetched:
                 self.fetched[index] = address
@@ -231,6 +231,7 @@ class Mover:
         self._path = path
         self._stall_limit_s = stall_limit_s
         self._kept: tuple[Any, ...] = (device_handle,)
+        self._cause: NvoffloadError | None = None  # of a failure that is no job's
         self._jobs: dict[int, Job] = {}  # by address, until over: the mover in C points into them
 
     def submit(
@@ -299,14 +300,15 @@ class Mover:
         stats = self._engine.stats()
         quiet_s = time.monotonic() - max(start_s, stats.last_progress_s)
         if stats.inflight and quiet_s > self._stall_limit_s:
-            native.lib.nvo_mover_fail(self.handle, -errno.ETIMEDOUT)
-            raise StorageError(
+            stall = StorageError(
                 f"{stats.inflight} requests on {self._path} have not completed for {quiet_s:.0f} s "
                 f"(Io.stall_limit_s={self._stall_limit_s:g}). Likely cause: a drive that no longer answers; "
                 "see the kernel log.",
                 errno=errno.ETIMEDOUT,
                 path=self._path,
             )
+            self.fail(stall)
+            raise stall
 
     def check(self) -> None:
         """Raise the first error of any job."""
@@ -317,11 +319,18 @@ class Mover:
         where = ""
         if job is not None and 0 <= error.tile < len(job.tiles.indices):
             where = f" While moving {job.tiles.names(error.tile)}, generation {error.generation}."
+        if error.tile < 0 and self._cause is not None:
+            raise self._cause
         raise error_from(error, self._path, where)
 
-    def fail(self, code: int) -> None:
-        """Make all jobs fail. From then on nothing touches values, and no transfer begins."""
-        native.lib.nvo_mover_fail(self.handle, code)
+    def fail(self, cause: NvoffloadError) -> None:
+        """Make all jobs fail, by `cause` unless one has failed before."""
+        self._cause = self._cause or cause
+        native.lib.nvo_mover_fail(self.handle, -(getattr(cause, "errno", None) or errno.EIO))
+
+    def stop(self) -> None:
+        """Make all jobs end. From then on nothing touches values, and no transfer begins."""
+        native.lib.nvo_mover_fail(self.handle, -errno.ESHUTDOWN)
 
     def expect(self, generation: int, count: int) -> None:
         """Say that `count` updates of `generation` will be submitted."""

@@ -23,6 +23,7 @@ from nvoffload import backend as backend_room
 from nvoffload.buffers import Pool
 from nvoffload.io.sim import Sim, open_sim_engine
 from nvoffload.mover import Mover
+from nvoffload.plan import resident_bytes
 
 pytestmark = pytest.mark.timeout(60)
 TIERS = ["none", "cpu", "nvme"]  # of parameters; states are on disk
@@ -209,6 +210,27 @@ def test_close_with_updates_on_their_way_waits_for_what_uses_memory(
         if tier == "none":
             assert_equal_bits(values_of(model), expected)
     assert whole == [True] * 4
+
+
+@pytest.mark.parametrize("tiers", [("none", "cpu"), ("cpu", "cpu"), ("nvme", "nvme")], ids="-".join)
+def test_memory_comes_back_at_close(tiers: tuple[str, str], swap: Path) -> None:
+    """A program may offload and close without end: host homes, states, frames and pools are given back.
+    Thirty rounds, each of which takes several MiB; the process's own memory before and after."""
+
+    def one_round() -> None:
+        path = swap if "nvme" in tiers else None
+        model = offload(models.tiny(), swap, param_offload=tiers[0], optimizer_offload=tiers[1], nvme_path=path)
+        train(model, nvo.optim.AdamW(model.parameters()), range(1))
+        model.close()
+
+    for _ in range(5):
+        one_round()
+    gc.collect()
+    before = resident_bytes("RssAnon")
+    for _ in range(30):
+        one_round()
+    gc.collect()
+    assert resident_bytes("RssAnon") - before < 30 << 20
 
 
 def opener_of(sim: Sim) -> Callable[..., Any]:

@@ -74,7 +74,7 @@ def run(script: str, swap: Path) -> str:
 @pytest.mark.timeout(110)
 def test_a_model_larger_than_the_limit_evaluates_and_trains_under_it(swap: Path) -> None:
     """Goal: memory holds the pool and a few units, not the model. Method: 768 MiB of parameters, a hard limit of
-    704 MiB for the whole process; evaluation, then training with all but two blocks frozen; the peak beside the plan."""
+    704 MiB for the whole process; evaluation, then training with all but two blocks frozen; the peak and the plan."""
     script = """
 model = build(num_trainable=2)
 params = sum(p.numel() * 4 for p in model.parameters())
