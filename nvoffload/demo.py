@@ -35,7 +35,7 @@ from nvoffload.plan import resident_bytes
 TEXT_BYTES_MAX = 8 << 20
 WARMUP_STEPS = 3
 SLOWER_BY = 1.5  # bf16 counts as usable if it is at most this much slower than fp32
-ALLOWANCE_BYTES = 512 << 20  # of the default budget, for the buffer pool, frames, stacks and pages of torch
+ALLOWANCE_BYTES = 736 << 20  # of the default budget: pool, frames, poison, the heap's holes, stacks and pages of torch
 PROGRESS_S = 10.0  # between lines where stderr is no terminal
 
 
