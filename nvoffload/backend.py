@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from nvoffload.buffers import Arena, Pool
+from nvoffload.buffers import HUGE_PAGE_BYTES, Arena, Pool
 from nvoffload.commit import Committer, committer_of
 from nvoffload.config import OffloadConfig
 from nvoffload.device import Device
@@ -177,7 +177,8 @@ class Backend:
                 with self.guarded() as mover:
                     mover.run(Job("NVO_FILL_STATE", tiles, values={}))
             else:
-                arena = Arena(max(1, sum(NUM_ADAMW_WORDS * self.layout.tiles[i].word_bytes for i in tiles.indices)))
+                nbytes = sum(NUM_ADAMW_WORDS * self.layout.tiles[i].word_bytes for i in tiles.indices)
+                arena = Arena(max(1, nbytes), is_huge=nbytes >= HUGE_PAGE_BYTES)
                 self._arenas.append(arena)
                 tiles.put_state_on_host(arena, NUM_ADAMW_WORDS)
             if on_progress:
@@ -251,6 +252,8 @@ class Backend:
     def _free(self, *, keep: bool) -> bool:
         """Close in reverse order of birth. An engine that can't be drained keeps its memory for good."""
         is_drained = True
+        if self.run is not None and self.store is not None and not keep:
+            self.run.withdraw(self.store)
         if self.committer is not None and self._mover is not None:
             self.committer.leave(self._mover)
         if self._mover is not None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nvoffload import native
-from nvoffload.buffers import Arena, Pool
+from nvoffload.buffers import HUGE_PAGE_BYTES, Arena, Pool
 from nvoffload.errors import CorruptionError, MachineError, NvoffloadError, StorageError
 from nvoffload.io.engine import Engine, storage_error
 from nvoffload.layout import Layout
@@ -138,7 +138,7 @@ class HostParams:
             for i in indices
         ]
         self.nbytes = sum(fetched + remainder for _, fetched, remainder in sizes)
-        self.arena = Arena(max(1, self.nbytes))
+        self.arena = Arena(max(1, self.nbytes), is_huge=self.nbytes >= HUGE_PAGE_BYTES)
         self.fetched: dict[int, int] = {}
         self.remainders: dict[int, int] = {}
         address = self.arena.address

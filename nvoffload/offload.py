@@ -1,5 +1,6 @@
 """offload(): check everything that can be checked, then bring a model's states to their tier."""
 
+import copy
 import logging
 import sys
 import time
@@ -72,11 +73,22 @@ class OffloadedModule:
     ) -> None:
         _end(self, self._nvoffload, is_clean=error is None)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        raise UsageError("an offloaded model can't be deep-copied; copy it before offload().")
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        base, state = self._plain("deep-copied; copy it before offload()")
+        other = memo[id(self)] = _make_plain(base, {})
+        vars(other).update(copy.deepcopy(state, memo))
+        return other
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise UsageError("an offloaded model can't be pickled; save model.state_dict().")
+        base, state = self._plain("pickled; save the values of its parameters")
+        return _make_plain, (base, state)
+
+    def _plain(self, verb: str) -> tuple[type, dict[str, Any]]:
+        """Return class and attributes without what offload() added; raise UsageError while it is offloaded."""
+        if "_nvoffload_runtime" in vars(self):
+            raise UsageError(f"an offloaded model can't be {verb}.")
+        state = {name: value for name, value in vars(self).items() if name not in ("_nvoffload", "offload_plan")}
+        return type(self).__bases__[1], state
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> Any:
@@ -94,6 +106,13 @@ def _end(module: OffloadedModule, session: Session, *, is_clean: bool) -> None:
     _unhook(module)
     if was_open and is_clean and not was_told and session.backend.error is not None:
         raise session.backend.error
+
+
+def _make_plain(base: type, state: dict[str, Any]) -> Any:
+    """Return an object of class `base` with these attributes, as pickle would."""
+    other: Any = object.__new__(base)
+    vars(other).update(state)
+    return other
 
 
 def _unhook(module: OffloadedModule) -> None:

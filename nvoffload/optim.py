@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from nvoffload.errors import ConfigError, UsageError
+from nvoffload.interrupts import Held
 from nvoffload.mover import Group, Tiles, Work
 from nvoffload.parameter import OffloadedParameter
 from nvoffload.session import Session
@@ -126,18 +127,19 @@ class AdamW(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        sessions = [session for session, _ in self._zones.values()]
-        for session in sessions:
-            session.check_at_rest("step()")
-        groups = [_group(group) for group in self.param_groups]
-        for session, zones in self._zones.values():
-            works, stepped = self._works_of(session)
-            if works:
-                session.step(id(self), zones, works, groups)
-            for param in stepped:
-                self.state[param]["step"] += 1
-        for session in sessions:
-            session.finish_step()
+        with Held():  # a step is captured whole, or not at all
+            sessions = [session for session, _ in self._zones.values()]
+            for session in sessions:
+                session.check_at_rest("step()")
+            groups = [_group(group) for group in self.param_groups]
+            for session, zones in self._zones.values():
+                works, stepped = self._works_of(session)
+                if works:
+                    session.step(id(self), zones, works, groups)
+                for param in stepped:
+                    self.state[param]["step"] += 1
+            for session in sessions:
+                session.finish_step()
         return loss
 
     def _works_of(self, session: Session) -> tuple[list[Work], list[Tensor]]:

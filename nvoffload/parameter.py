@@ -195,7 +195,7 @@ def _check(func: Any, params: Sequence[OffloadedParameter]) -> None:
                 "Read it whole: p.detach().clone(), or with nvoffload.gathered(...).",
             )
         if not param.home.is_open:
-            _refuse(param, "the model was closed: read or save values before close().")
+            _refuse(param, "the model was closed, or offloaded in another process: read or save values before.")
 
 
 def _run(func: Any, args: Any, kwargs: Any) -> Any:

@@ -6,13 +6,13 @@ Note [Turnaround]: nothing is released when a forward ends, only when its frame 
 units of forward are still there for the first of backward, and the first ones for the next forward.
 """
 
-import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from nvoffload.backend import Backend
 from nvoffload.errors import UsageError
+from nvoffload.interrupts import Guard
 from nvoffload.layout import UnitSpec
 from nvoffload.mover import Job
 from nvoffload.schedule import Schedule
@@ -50,7 +50,7 @@ class Residency:
         is_framed: Callable[[UnitSpec], bool],
         synchronize: Callable[[], None],
     ) -> None:
-        self.lock = threading.RLock()
+        self.lock = Guard()
         self.units = units
         self.updates = Updates(backend)
         self.stalls = Stalls()

@@ -340,10 +340,13 @@ class Session:
                     backend.wait_committed()
             except NvoffloadError as error:
                 log.error("the last step could not be committed: %s", error)
+                wants = backend.run is not None and keep != "never"
         step, where = backend.committed_step, backend.run.folder.path if backend.run else None
         kept = wants and step >= 1
         self._last_stats = self.stats()
         if is_standing:
+            if backend.has_failed:
+                backend.mover.stop()  # returns when no kernel runs
             self._restore()
         if backend.close(keep=kept):
             self._free_memory()

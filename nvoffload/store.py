@@ -165,10 +165,15 @@ class Run:
             self._files.append(SwapFile(self.folder, f"r0.manifest.{len(self._files)}"))
         return self._files[step % 2]
 
+    def withdraw(self, store: Store) -> None:
+        """Name a store in no later manifest: it is about to go, and its tiles may be incomplete."""
+        with self._lock:
+            if store in self.stores:
+                self.stores.remove(store)
+
     def leave(self, store: Store, *, keep: bool) -> None:
         """Close one store. The last one takes the folder with it unless it is kept."""
-        with self._lock:
-            self.stores.remove(store)
+        self.withdraw(store)
         is_last = not self.stores
         if is_last:
             for file in self._files:

@@ -264,7 +264,9 @@ def test_an_error_that_nobody_saw_is_raised_by_close(
 
 
 @pytest.mark.parametrize("op", [Op.READ, Op.WRITE], ids=["read", "write"])
-@pytest.mark.parametrize(("tier", "keep"), [("none", "never"), *((tier, "always") for tier in ("none", "cpu", "nvme"))])
+@pytest.mark.parametrize(
+    ("tier", "keep"), [("none", "never"), ("none", "on_error"), *((tier, "always") for tier in ("none", "cpu", "nvme"))]
+)
 def test_an_error_within_close_is_raised_by_close(
     tier: str, keep: str, op: Op, swap: Path, use_sim: Any, pools: list[bool]
 ) -> None:

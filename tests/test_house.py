@@ -18,7 +18,7 @@ PACKAGE = ROOT / "nvoffload"
 # A room imports only rooms that stand before it.
 # fmt: off
 LINE = [
-    "errors", "config", "layout", "ledger",
+    "errors", "config", "interrupts", "layout", "ledger",
     "native", "buffers", "io", "io.ring", "io.bridge", "io.portable", "io.engine", "io.sim",
     "swapfile", "manifest", "store",
     "shims", "device",

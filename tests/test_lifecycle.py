@@ -1,5 +1,7 @@
 """From birth to every kind of end: exits, exceptions, kills, forks, neighbours. Files stay only on purpose."""
 
+import contextlib
+import copy
 import gc
 import logging
 import os
@@ -677,3 +679,49 @@ def test_an_interrupted_step_is_a_whole_step(
         train(model, opt, range(2, 4))
         model.flush()
         assert_equal_bits(values_of(model), tiny_alone(4))
+
+
+@pytest.mark.parametrize("update", ["deferred", "blocking"])
+def test_an_interrupt_while_jobs_are_handed_over_loses_no_update(update: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C in the middle of a step ends it whole: no unit keeps its old weights under a new step number.
+    A signal within the first hand-over of each step, against an undisturbed run."""
+    real = Mover.submit
+    armed = [False]
+
+    def submit(self: Any, job: Any, **how: Any) -> Any:
+        if armed[0]:
+            armed[0] = False
+            os.kill(os.getpid(), signal.SIGINT)
+        return real(self, job, **how)
+
+    monkeypatch.setattr(Mover, "submit", submit)
+
+    def train(*, is_interrupted: bool) -> list[torch.Tensor]:
+        model = models.tiny()
+        with nvo.offload(model, param_offload="none", optimizer_offload="cpu", update=update):
+            opt = nvo.optim.AdamW(model.parameters(), lr=1e-2)
+            for step in range(2):
+                models.tiny_loss(model, step).backward()
+                armed[0] = is_interrupted
+                with pytest.raises(KeyboardInterrupt) if is_interrupted else contextlib.nullcontext():
+                    opt.step()
+                opt.zero_grad()
+            return [p.detach().clone() for p in model.parameters()]
+
+    expected = train(is_interrupted=False)
+    assert all(map(torch.equal, train(is_interrupted=True), expected))
+
+
+def test_a_closed_model_whose_parameters_stayed_can_be_copied(tmp_path: Path) -> None:
+    """After close() it is an ordinary module to copy and pickle. deepcopy and torch.save against the model itself."""
+    model = models.tiny()
+    nvo.offload(model, param_offload="none", optimizer_offload="cpu")
+    with pytest.raises(nvo.UsageError, match="deep-copied"):
+        copy.deepcopy(model)
+    offloaded: Any = model
+    offloaded.close()
+    x = torch.ones(2, 17)
+    torch.save(model, tmp_path / "model.pt")
+    for other in (copy.deepcopy(model), torch.load(tmp_path / "model.pt", weights_only=False)):
+        assert type(other) is nn.Sequential
+        assert torch.equal(other(x), model(x))

@@ -1,0 +1,59 @@
+"""Holds Ctrl-C back while something is half changed. Knows nothing of what."""
+
+import signal
+import threading
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+
+class Held:
+    """`with Held():` a signal that Python would handle in between is handled at the end. Nests.
+
+    Only the main thread handles signals, so elsewhere there is nothing to hold.
+    """
+
+    def __init__(self) -> None:
+        self._handlers: dict[int, Any] = {}
+        self._noted: tuple[int, FrameType | None] | None = None
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                handler = signal.getsignal(number)
+                if callable(handler):
+                    self._handlers[number] = handler
+                    signal.signal(number, self._note)
+        return self
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._noted = self._noted or (number, frame)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+        if self._noted is not None:
+            self._handlers[self._noted[0]](*self._noted)
+
+
+class Guard:
+    """A reentrant lock. Ctrl-C waits while it is held."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._held: list[Held] = []  # of its nested holders
+
+    def __enter__(self) -> Self:
+        held = Held()
+        held.__enter__()
+        self._lock.acquire()
+        self._held.append(held)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        held = self._held.pop()
+        self._lock.release()
+        held.__exit__(kind, error, trace)
