@@ -43,21 +43,21 @@ static visit *pop(queue *q)
     return v;
 }
 
-/* Book the time since the last call to whatever was waited for. Call before each change. */
+/* Book the time since the last call to whatever was waited for. Call before each change.
+ * Kernels are what all wait for if tiles queue up before them, or if nothing else moves. */
 static void account(nvo_mover *m)
 {
-    int64_t now = nvo_now_ns();
-    if (m->live) {
-        int64_t passed = now - m->waiting_since;
-        m->stats.run_ns += passed;
-        if (m->computing == 0 && !m->ready.head) {
-            if (m->gated.head)
-                m->stats.gate_wait_ns += passed;
-            else
-                m->stats.disk_wait_ns += passed;
-        }
-    }
+    int64_t now = nvo_now_ns(), passed = now - m->waiting_since;
     m->waiting_since = now;
+    if (!m->live)
+        return;
+    m->stats.run_ns += passed;
+    if (m->ready.head || (m->computing > 0 && m->transferring == 0))
+        return;
+    if (m->gated.head && m->transferring == 0)
+        m->stats.gate_wait_ns += passed;
+    else
+        m->stats.disk_wait_ns += passed;
 }
 
 static int is_over(const nvo_mover *m, const nvo_job *job)
@@ -253,6 +253,7 @@ void nvo_visit_on_end(nvo_xfer *xfer)
         v->failed = 1;
     }
     if (--v->pending == 0) {
+        m->transferring--;
         if (xfer->op == NVO_READ && !v->failed && m->error.code == 0) {
             make_ready(m, v);
         } else {

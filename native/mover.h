@@ -43,7 +43,7 @@ struct nvo_mover {
 
     nvo_job *first;         /* jobs that have tiles to start, those waited for first */
     int32_t live;           /* jobs that are not over */
-    int32_t computing;
+    int32_t computing, transferring; /* visits */
     int32_t expected[NUM_GENERATIONS]; /* updates not ended, by generation modulo */
     uint64_t committed;     /* newest generation that a manifest names */
     nvo_error error;        /* the first one; code 0: none */

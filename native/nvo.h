@@ -287,8 +287,8 @@ typedef struct nvo_mover_stats {
     int64_t jobs, tiles;
     int64_t run_ns;             /* wall: at least one job was not over */
     int64_t verify_ns, kernel_ns;           /* thread time; kernel with its checksums */
-    int64_t disk_wait_ns;       /* wall, of run_ns: nothing to compute, waiting for the disk */
-    int64_t gate_wait_ns;       /* wall: the same, waiting for a commit */
+    int64_t disk_wait_ns;       /* wall, of run_ns: the disk was what all else waited for */
+    int64_t gate_wait_ns;       /* wall, of run_ns: a commit was */
     int64_t read_bytes, write_bytes;        /* of tiles, handed to the engine */
     int64_t fetch_bytes;        /* of read_bytes: by NVO_FETCH */
 } nvo_mover_stats;

@@ -21,7 +21,7 @@ static void transfer(visit *v, int index, int op, uint8_t *addr, int64_t offset,
     int code = nvo_engine_submit(v->mover->engine, xfer);
     if (code == 0) {
         nvo_mover_stats *stats = &v->mover->stats;
-        v->pending++;
+        v->mover->transferring += v->pending++ == 0;
         *(op == NVO_READ ? &stats->read_bytes : &stats->write_bytes) += nbytes;
         if (v->job->kind == NVO_FETCH)
             stats->fetch_bytes += nbytes;

@@ -256,7 +256,7 @@ def run(settings: argparse.Namespace, folder: Path) -> Report:
         )
         with offloaded:
             print("\n".join(offloaded.offload_plan.lines()))
-            print(f"  {'activations':<18}{format_bytes(activations):>12}  this demo's estimate, on top", flush=True)
+            print(f"  {'activations':<14}{format_bytes(activations):>12}  this demo's estimate, on top", flush=True)
             start_s, fill_s = time.perf_counter(), offloaded.offload_stats().disk_busy_s
             losses = train(model, text, settings, device)
             end_s = time.perf_counter()

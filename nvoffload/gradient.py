@@ -149,6 +149,10 @@ class Accumulator:
             return 0.0
         return (math.sqrt(self._sums.squares) if order == 2.0 else self._sums.largest) * abs(self.scale)
 
+    def close(self) -> None:
+        """Let go of the handle, which lives on if somebody keeps it: each would keep the other's memory."""
+        self._handle = None
+
     def _is_ours(self, current: Tensor | None) -> bool:
         return isinstance(current, OffloadedGradient) and current.stands_for(self)
 

@@ -10,7 +10,7 @@ from nvoffload import ledger
 from nvoffload.buffers import available_memory_bytes, check_affordable
 from nvoffload.config import OffloadConfig, format_bytes, parse_size
 from nvoffload.layout import BUFFER_BYTES_PER_ELEMENT, Layout, choose_buffer_count, choose_frames
-from nvoffload.session import is_framed
+from nvoffload.unit import is_framed
 
 
 def resident_bytes(field: str = "VmRSS") -> int:

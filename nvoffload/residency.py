@@ -6,13 +6,14 @@ Note [Turnaround]: nothing is released when a forward ends, only when its frame 
 units of forward are still there for the first of backward, and the first ones for the next forward.
 """
 
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from nvoffload.backend import Backend
 from nvoffload.errors import UsageError
-from nvoffload.interrupts import Guard
+from nvoffload.interrupts import Held
 from nvoffload.layout import UnitSpec
 from nvoffload.mover import Job
 from nvoffload.schedule import Schedule
@@ -50,7 +51,7 @@ class Residency:
         is_framed: Callable[[UnitSpec], bool],
         synchronize: Callable[[], None],
     ) -> None:
-        self.lock = Guard()
+        self.lock = threading.RLock()
         self.units = units
         self.updates = Updates(backend)
         self.stalls = Stalls()
@@ -138,7 +139,8 @@ class Residency:
         if unit.state is not State.AWAY:
             return None
         if unit.own_place is not None:
-            self._gather(unit, unit.own_place, is_demand=is_demand)
+            with Held():
+                self._gather(unit, unit.own_place, is_demand=is_demand)
             return None
         frame = self.schedule.victim(self._occupants, self._pinned() - {unit.number})
         if frame is None:
@@ -171,10 +173,12 @@ class Residency:
         if occupant is not None:
             self.check_unwritten(self.units[occupant])
             self._release(self.units[occupant])
-        self._occupants[frame] = unit.number
-        self._gather(unit, self._frames[frame], is_demand=is_demand)
+        with Held():
+            self._occupants[frame] = unit.number
+            self._gather(unit, self._frames[frame], is_demand=is_demand)
 
     def _gather(self, unit: Unit, place: Place, *, is_demand: bool) -> None:
+        """REQUIRES: signals are held, for a job without a booking is an update that nobody waits for."""
         values = unit.values_in(place)
         rest = self.updates.untouched(unit.number, unit.spec)
         jobs = self.updates.submit(unit.number, values, values_stand=False, is_demand=is_demand)
@@ -242,13 +246,14 @@ class Residency:
         values = unit.values_in(unit.place) if unit.place is not None else {}
         if unit.state is State.SHOWN:
             unit.hide()
-        jobs = self.updates.submit(unit.number, values, values_stand=unit.is_standing, is_demand=False)
-        if jobs and unit.state is State.GATHERED:
-            assert unit.place is not None
-            unit.gather(unit.place, jobs)
-        elif jobs and unit.place is not None:
-            unit.deliveries = [*unit.deliveries, *jobs]
-        self._keep_jobs(unit, jobs)
+        with Held():
+            jobs = self.updates.submit(unit.number, values, values_stand=unit.is_standing, is_demand=False)
+            if jobs and unit.state is State.GATHERED:
+                assert unit.place is not None
+                unit.gather(unit.place, jobs)
+            elif jobs and unit.place is not None:
+                unit.deliveries = [*unit.deliveries, *jobs]
+            self._keep_jobs(unit, jobs)
         return jobs
 
     def settle(self, unit: Unit, *, is_ended: bool) -> None:

@@ -28,13 +28,14 @@ from nvoffload.parameter import OffloadedParameter, wrap
 from nvoffload.residency import Residency
 from nvoffload.shims import graph_task_id
 from nvoffload.stats import OffloadStats
-from nvoffload.unit import Binding, Place, Unit
+from nvoffload.unit import Binding, Place, Unit, is_framed
 from nvoffload.update import Pending
 from nvoffload.values import Values
 
 log = logging.getLogger("nvoffload")
 GRADIENT_START = 16  # elements: each accumulator starts on a 64-byte boundary
 TRIM_SLACK_BYTES = 32 << 20  # at least
+TRIM_FROM_BYTES = 256 << 10  # what malloc takes from holes that small gradients leave
 RUN_AHEAD = 3  # generations that may be uncommitted when a step begins
 
 
@@ -65,7 +66,8 @@ class Session:
         self._step_s = 0.0
         self._last_stats: OffloadStats | None = None
         self._memory: list[Memory] = []
-        self._arenas: list[Arena] = []  # of gradients; a handle may outlive the session, so they are not closed
+        self._standing: dict[int, Memory] = {}  # of those, by unit
+        self._arenas: list[Arena] = []  # of gradients; freed with their last handle
         self.backend = Backend(config, layout, folder=folder, buffer_count=buffer_count, device=device)
         try:
             self._open(num_frames)
@@ -109,7 +111,8 @@ class Session:
         unit.make_stand_ins()
         if self.config.param_offload == "none":
             unit.is_standing = True
-            unit.own_place = Place(self._allocate(max(1, unit.spec.nbytes)), 0)
+            self._standing[unit.number] = self._allocate(max(1, unit.spec.nbytes))
+            unit.own_place = Place(self._standing[unit.number], 0)
             unit.gather(unit.own_place, [])
             unit.arrive()
             unit.show()
@@ -181,7 +184,8 @@ class Session:
         """Add a gradient to the parameter's accumulator; `publish` makes it visible."""
         self.accumulators[index].land(grad, self.wrappers[index].grad)
         self._landed.append(index)
-        self._trimmer.trim()
+        if grad.nbytes >= TRIM_FROM_BYTES:
+            self._trimmer.trim()
 
     def publish(self) -> None:
         """A backward has ended: let `.grad` show what has landed."""
@@ -297,7 +301,7 @@ class Session:
 
     def stats(self) -> OffloadStats:
         """Return the counters; those of the end once closed."""
-        if self._last_stats is not None:
+        if self._last_stats:
             return self._last_stats
         backend, stalls = self.backend, self.residency.stalls
         engine, mover = backend.engine_stats(), backend.mover.stats()
@@ -347,11 +351,22 @@ class Session:
         if is_standing:
             if backend.has_failed:
                 backend.mover.stop()  # returns when no kernel runs
+            self._forget_gradients()
             self._restore()
         if backend.close(keep=kept):
+            self._forget_gradients()
             self._free_memory()
         if kept:
             log.warning("kept %s at committed step %d. To delete it: rm -r %s", where, step, where)
+
+    def _forget_gradients(self) -> None:
+        """Let go of the accumulators; a handle that somebody keeps lives on."""
+        for wrapper in self.wrappers.values():
+            wrapper.grad = None
+        for accumulator in self.accumulators.values():
+            accumulator.close()
+        self.accumulators.clear()
+        self._arenas.clear()
 
     def _restore(self) -> None:
         """Give a model whose parameters stayed in memory ordinary ones again."""
@@ -369,6 +384,8 @@ class Session:
                 }
                 for binding in unit.bindings:
                     binding.register(plain[binding.wrapper.index])
+                unit.end()
+                self._standing[unit.number].close()  # so that there is one unit's worth of both at most
 
     def _free_memory(self) -> None:
         """Give gathered memory back; what views were kept of it read NaN from now on."""
@@ -380,8 +397,3 @@ class Session:
     def end_at_exit(self) -> None:
         """End when the module is gone or the interpreter exits; an uncaught exception keeps the store."""
         self.end(is_clean=getattr(sys, "last_value", None) is None)
-
-
-def is_framed(spec: UnitSpec, config: OffloadConfig) -> bool:
-    """Does the unit share frames with others, rather than have memory of its own?"""
-    return config.param_offload != "none" and not spec.is_kept and spec.nbytes > 0

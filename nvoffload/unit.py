@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nvoffload.config import OffloadConfig
 from nvoffload.device import Memory, Poison
 from nvoffload.errors import UsageError
 from nvoffload.layout import Layout, UnitSpec
@@ -268,3 +269,8 @@ class Unit:
             swap_storages(self._storage, self._hidden)
             self._hidden = None
         self.advance(self.spec.params)
+
+
+def is_framed(spec: UnitSpec, config: OffloadConfig) -> bool:
+    """Does the unit share frames with others, rather than have memory of its own?"""
+    return config.param_offload != "none" and not spec.is_kept and spec.nbytes > 0

@@ -143,3 +143,23 @@ assert grown < 4 << 20
 model.close()
 """
     print(run(script, swap))
+
+
+@pytest.mark.timeout(110)
+def test_a_closed_model_that_stayed_in_memory_takes_no_more_than_itself(swap: Path) -> None:
+    """Goal: close() doesn't hold two copies, and gives gradients back though the optimizer lives. Method: 768 MiB."""
+    script = """
+model = build(num_trainable=BLOCKS)
+nvo.offload(model, param_offload="none", optimizer_offload="nvme", nvme_path=sys.argv[1], keep="never")
+opt = nvo.optim.AdamW(model.parameters(), lr=1e-3)
+step(model, opt)
+before = resident_bytes()
+forget_peak()
+model.close()
+peak, after = resident_bytes("VmHWM"), resident_bytes()
+params = sum(p.numel() * 4 for p in model.parameters())
+print(f"before {before >> 20}, peak {peak >> 20}, after {after >> 20} MiB")
+assert peak < before + (96 << 20)
+assert after < before - params * 9 // 10
+"""
+    print(run(script, swap))

@@ -903,13 +903,13 @@ class Slow(Block):
         return Sleeps.apply(super().forward(x), self)
 
 
-@pytest.mark.parametrize(("forward_s", "backward_s"), [(0.01, 0.01), (0.03, 0.03), (0.02, 0.06), (0.06, 0.02)], ids=str)
+@pytest.mark.parametrize(("forward_s", "backward_s"), [(0.02, 0.02), (0.06, 0.06), (0.04, 0.12), (0.12, 0.04)], ids=str)
 def test_a_step_takes_the_longer_of_disk_and_compute(
     forward_s: float, backward_s: float, swap: Path, use_sim: Any
 ) -> None:
     """Disk time hides under compute, or compute under disk time, in forward and in backward each.
-    A disk of 4 MB/s and modules that sleep; the best of four steps within 1.1 x the phase bound."""
-    bytes_per_s = 4e6
+    A disk of 2 MB/s and modules that sleep; the best of three steps within 1.1 x the phase bound."""
+    bytes_per_s = 2e6
     use_sim(bytes_per_s=bytes_per_s, parallel=1)
     model, count = stack(8, Slow), 8
     with offload(model, "nvme", swap, buffer_count=12, device_budget=None, keep="never") as model:
@@ -938,5 +938,5 @@ def test_a_step_takes_the_longer_of_disk_and_compute(
         for block in model:
             block.forward_s, block.backward_s = forward_s, backward_s
         step(1)
-        ratio = min(step(number) for number in range(2, 6))
+        ratio = min(step(number) for number in range(2, 5))
         assert ratio <= 1.1, ratio
