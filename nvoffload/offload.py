@@ -80,7 +80,7 @@ class OffloadedModule:
         return other
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        base, state = self._plain("pickled; save the values of its parameters")
+        base, state = self._plain("pickled; save the values of model.state_dict()")
         return _make_plain, (base, state)
 
     def _plain(self, verb: str) -> tuple[type, dict[str, Any]]:
