@@ -257,10 +257,11 @@ class Mover:
         return job
 
     def _forget_ended(self) -> None:
-        ended = [key for key, job in self._jobs.items() if self.has_come_to(job, is_ended=True)]
+        jobs = list(self._jobs.items())  # another thread may submit meanwhile
+        ended = [key for key, job in jobs if self.has_come_to(job, is_ended=True)]
         if native.lib.nvo_mover_error(self.handle, native.ffi.new("nvo_error *")) == 0:  # else one is to be named
             for key in ended:
-                del self._jobs[key]
+                self._jobs.pop(key, None)
 
     def has_come_to(self, job: Job, *, is_ended: bool) -> bool:
         """Are all values of `job` delivered, or is all of it done? True too once an error has ended it."""

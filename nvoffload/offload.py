@@ -3,6 +3,7 @@
 import copy
 import logging
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -249,7 +250,15 @@ def _attach(
     facts: dict[str, Any] = {"_nvoffload": session, "offload_plan": plan, "_nvoffload_runtime": runtime}
     vars(module).update(facts)
     # Also runs at the interpreter's exit, before daemon threads are stopped.
-    weakref.finalize(module, session.end_at_exit)
+    weakref.finalize(module, _end_unseen, session)
+
+
+def _end_unseen(session: Session) -> None:
+    """The module is gone, or the program ends. Garbage is collected on any thread, also on one that ends need."""
+    if threading.current_thread().name.startswith("nvoffload"):
+        threading.Thread(target=session.end_at_exit, name="nvoffload-end").start()
+    else:
+        session.end_at_exit()
 
 
 def _adopt(
@@ -265,11 +274,28 @@ def _adopt(
         bindings += [Binding(weakref.ref(modules[name]), attribute, wrapper) for name, attribute in owners[index]]
     session.adopt(unit, bindings, {index: tensors[index] for index in unit.spec.params})
     for index in unit.spec.params:
-        tensors[index].offloaded_as = session.layout.specs[index].name  # for whoever holds the original
+        _retire(tensors[index], session, unit, index)
         tensors[index] = None
 
 
+def _retire(original: nn.Parameter, session: Session, unit: Unit, index: int) -> None:
+    """Pass on what was attached to a parameter; who holds the original reads NaN from now on, and keeps no memory."""
+    wrapper = session.wrappers[index]
+    vars(wrapper).update({name: value for name, value in vars(original).items() if name not in vars(wrapper)})
+    if original.grad is not None and index in session.accumulators:
+        session.land(index, original.grad)
+        session.publish()
+    original.grad = None
+    original.data = unit.blank(index)
+    original.offloaded_as = session.layout.specs[index].name  # type: ignore[attr-defined]
+
+
 def _check_unowned(module: nn.Module) -> None:
+    for name, child in module.named_modules():
+        if isinstance(child, torch.jit.ScriptModule):
+            raise ConfigError(
+                f"{name or 'the module'} is a ScriptModule, which takes no hooks; offload what it is made of."
+            )
     for name, param in module.named_parameters():
         if isinstance(param, OffloadedParameter):
             raise UsageError(

@@ -4,6 +4,7 @@ Also refuses stock optimizers on offloaded parameters, by torch's hook that sees
 """
 
 import gc
+import logging
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -17,6 +18,8 @@ from nvoffload.interrupts import Held
 from nvoffload.mover import Group, Tiles, Work
 from nvoffload.parameter import OffloadedParameter
 from nvoffload.session import Session
+
+log = logging.getLogger("nvoffload")
 
 
 class AdamW(Optimizer):
@@ -60,6 +63,7 @@ class AdamW(Optimizer):
         }
         self._zones: dict[int, tuple[Session, list[dict[int, Tiles]]]] = {}
         self._adopted: set[Tensor] = set()  # those that have states
+        self._has_warned = False
         self._is_built = False
         super().__init__(params, defaults)
         self._is_built = True
@@ -132,14 +136,22 @@ class AdamW(Optimizer):
             for session in sessions:
                 session.check_at_rest("step()")
             groups = [_group(group) for group in self.param_groups]
+            num_works = 0
             for session, zones in self._zones.values():
                 works, stepped = self._works_of(session)
+                num_works += len(works)
                 if works:
                     session.step(id(self), zones, works, groups)
                 for param in stepped:
                     self.state[param]["step"] += 1
             for session in sessions:
                 session.finish_step()
+        if not num_works and not self._has_warned:
+            self._has_warned = True
+            log.warning(
+                "step() found no gradient on any of its parameters and changed nothing. Was backward() called? "
+                "backward(inputs=...) of offloaded parameters is not supported: it finds no graph that leads to them."
+            )
         return loss
 
     def _works_of(self, session: Session) -> tuple[list[Work], list[Tensor]]:

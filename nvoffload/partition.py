@@ -300,6 +300,11 @@ def _check(name: str, param: nn.Parameter) -> None:
         raise ConfigError(f"{name} is on the meta device and has no values; give it values before offload().")
     if param.layout is not torch.strided or param.is_quantized:
         raise ConfigError(f"{name} is not an ordinary strided tensor ({param.layout}); it can't be offloaded.")
+    if param._backward_hooks or getattr(param, "_post_accumulate_grad_hooks", None):
+        raise ConfigError(
+            f"{name} has a hook on its gradient, which is not supported yet: it would not be called. Remove it before "
+            "offload(), and edit p.grad between backward() and step()."
+        )
     if not is_dense(param):
         raise ConfigError(
             f"{name} has strides {tuple(param.stride())} for shape {tuple(param.shape)}: its elements overlap or "

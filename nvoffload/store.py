@@ -7,10 +7,12 @@ Note [Two slots]: every extent has two places. Readers use `working`; a writer f
 older of two files, names all working slots at once: that is the commit.
 """
 
+import gc
 import logging
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -180,7 +182,7 @@ class Run:
                 file.close(remove=not keep)
         store.file.close(remove=not keep)
         if is_last:
-            with _runs_lock:
+            with _registering():
                 _runs.pop(self.parent, None)
             if not keep:
                 self.folder.remove()
@@ -192,9 +194,22 @@ _runs: dict[Path, Run] = {}
 _runs_lock = threading.Lock()
 
 
+@contextmanager
+def _registering() -> Iterator[None]:
+    """Hold the lock, without garbage collection: that may end another model here, which takes the lock too."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        with _runs_lock:
+            yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 def create_store(parent: Path, name: str | None, layout: Layout) -> tuple[Run, Store]:
     """Make a store in this process's run under `parent`; the name defaults to the least free one."""
-    with _runs_lock:
+    with _registering():
         run = _runs.get(parent)
         if run is not None and run.pid != os.getpid():
             run = None  # a forked child starts its own

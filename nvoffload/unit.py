@@ -87,7 +87,8 @@ class Binding:
         found = module._parameters.get(self.name) if module is not None else None
         return UsageError(
             f"{self.wrapper.name} was replaced by a foreign tensor of shape {tuple(getattr(found, 'shape', ()))} "
-            "after offload(). Set values in place (load_state_dict, copy_), or change modules before offload()."
+            "after offload(), or its forward runs on two threads at once. Set values in place (load_state_dict, "
+            "copy_), change modules before offload(), and run one forward at a time; functional_call is not supported."
         )
 
 
@@ -231,6 +232,13 @@ class Unit:
         for param in params:
             self._versions[param] += 2
         self._set_versions()
+
+    def blank(self, param: int) -> Tensor:
+        """Return NaNs in the shape of a parameter, in no memory of their own."""
+        spec = self._layout.specs[param]
+        dtype: torch.dtype = getattr(torch, spec.dtype)
+        out = torch.empty(0, dtype=dtype, device=self._storage.device)
+        return out.set_(self._poison.storage(spec.numel * dtype.itemsize), 0, spec.shape, spec.stride)
 
     def release(self) -> None:
         """Give the place up."""

@@ -725,3 +725,48 @@ def test_a_closed_model_whose_parameters_stayed_can_be_copied(tmp_path: Path) ->
     for other in (copy.deepcopy(model), torch.load(tmp_path / "model.pt", weights_only=False)):
         assert type(other) is nn.Sequential
         assert torch.equal(other(x), model(x))
+
+
+def test_models_that_are_collected_while_others_are_made_hang_nobody(swap: Path) -> None:
+    """Garbage may end a model in the middle of offload() of another: no lock is taken twice.
+    Models in reference cycles, never closed."""
+    for _ in range(40):
+        model: Any = nn.Sequential(*[nn.Linear(8, 8) for _ in range(12)])
+        model.itself = [model]
+        nvo.offload(model, nvme_path=swap)
+    del model
+    gc.collect()
+    assert os.listdir(swap) == []
+
+
+def test_what_was_attached_to_a_parameter_before_goes_with_it(swap: Path) -> None:
+    """Marks and gradients of before count; hooks are refused; the original reads NaN and gets no gradient unseen.
+    An attribute, a backward pass and a hook before offload()."""
+    model, twin = models.tiny(), models.tiny()
+    for each in (model, twin):
+        models.tiny_loss(each, 0).backward()
+    original: Any = next(model.parameters())
+    original.is_special = True
+    with nvo.offload(model, nvme_path=swap) as offloaded:
+        param: Any = next(offloaded.parameters())
+        assert param.is_special and torch.isnan(original.detach()).all()
+        models.tiny_loss(model, 1).backward()
+        models.tiny_loss(twin, 1).backward()
+        for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+            assert mine.grad is not None and torch.allclose(mine.grad.clone(), theirs.grad, atol=1e-7)
+    hooked = models.tiny()
+    next(hooked.parameters()).register_hook(lambda grad: grad * 0)
+    with pytest.raises(nvo.ConfigError, match=r"0\.weight has a hook"):
+        nvo.offload(hooked, nvme_path=swap)
+
+
+def test_a_step_without_any_gradient_says_so_once(swap: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Training that does nothing is not silent. backward(inputs=...), which can't reach a wrapper, then two steps."""
+    model = models.tiny()
+    with nvo.offload(model, nvme_path=swap):
+        opt = nvo.optim.AdamW(model.parameters())
+        models.tiny_loss(model, 0).backward(inputs=list(model.parameters()))
+        with caplog.at_level(logging.WARNING, "nvoffload"):
+            opt.step()
+            opt.step()
+    assert sum("no gradient" in record.message for record in caplog.records) == 1
