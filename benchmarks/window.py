@@ -10,17 +10,16 @@ not resolved. Both slots are filled before anything is timed.
 
 import argparse
 import json
-import statistics
 import tempfile
 import time
 from pathlib import Path
 
 import torch
+from kernel import spread
 from torch import nn
 
 import nvoffload as nvo
-from nvoffload import native
-from nvoffload.update import Group, Tiles, Work, fill_params, group_array
+from nvoffload.mover import Group, Job, Work
 
 TARGET = 0.90  # seconds of the null window / of the kernel's
 KERNELS = {"kernel": "NVO_KERNEL_ADAMW", "null": "NVO_KERNEL_NULL", "again": "NVO_KERNEL_ADAMW"}
@@ -32,50 +31,29 @@ class Window:
 
     def __init__(self, folder: Path, numel: int, dtype: torch.dtype, threads: int) -> None:
         self.model = nn.Linear(1 << 12, max(1, numel >> 12), bias=False).to(dtype)
-        self.grad = torch.full_like(self.model.weight, 0.01)
+        self.numel = self.model.weight.numel()
+        self.grad = torch.full((self.numel,), 0.01)
         self.offloaded = nvo.offload(
             self.model, param_offload="none", optimizer_offload="nvme", nvme_path=folder, update_threads=threads
         )
         self.session = self.offloaded._nvoffload
-        self.tiles: Tiles = self.session.add_states(frozenset([0]))
-        self.params = native.ffi.new("nvo_param[]", 1)
+        (self.unit,) = self.session.units
+        self.tiles = self.session.add_states(frozenset([0]))[self.unit.number]
         self.step = 0
 
     def run(self, kernel: str) -> float:
         """Run one window; return its seconds."""
         self.step += 1
-        weight = self.model.weight
-        fill_params(
-            self.params,
-            [
-                Work(
-                    param=0,
-                    value_address=weight.data_ptr(),
-                    grad_address=self.grad.data_ptr(),
-                    grad_dtype=str(self.grad.dtype).removeprefix("torch."),
-                    step=self.step,
-                    group=0,
-                    grad_scale=1.0,
-                    is_fresh=False,
-                )
-            ],
-        )
-        generation = self.session._committer.begin("window")
-        self.session._committer.wait(60)  # nothing of the window before is left to wait for
+        work = Work(param=0, grad_address=self.grad.data_ptr(), step=self.step, group=0, grad_scale=1.0)
+        values = self.unit.values_in(self.unit.place)
+        job = Job("NVO_UPDATE", self.tiles, values=values, works=[work], groups=[ADAMW])
+        backend = self.session.backend
+        generation = backend.committer.begin("window")
+        backend.committer.wait(60)  # nothing of the window before is left to wait for
+        backend.mover.expect(generation, 1)
         start_s = time.perf_counter()
-        self.session._mover.run(
-            "NVO_UPDATE",
-            self.tiles,
-            self.params,
-            groups=group_array([ADAMW]),
-            generation=generation,
-            kernel=KERNELS[kernel],
-        )
+        backend.mover.run(job, generation=generation, values_stand=True, kernel=KERNELS[kernel])
         return time.perf_counter() - start_s
-
-
-def spread(values: list[float]) -> dict[str, float]:
-    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
 def measure(folder: Path, numel: int, dtype: torch.dtype, threads: int, rounds: int) -> dict[str, object]:
@@ -89,14 +67,14 @@ def measure(folder: Path, numel: int, dtype: torch.dtype, threads: int, rounds: 
                 if round_index >= 2:
                     times.append(passed_s)
     per_element = 20 if dtype is torch.float32 else 22
-    moved = per_element * window.model.weight.numel() / 1e9
+    moved = per_element * window.numel / 1e9
     ratios = {
         f"{name}/kernel": spread([b / a for a, b in zip(seconds["kernel"], seconds[name], strict=True)])
         for name in ("null", "again")
     }
     return {
         "dtype": str(dtype).removeprefix("torch."),
-        "numel": window.model.weight.numel(),
+        "numel": window.numel,
         "threads": threads,
         "rounds": rounds,
         "gb_per_s": {name: spread([moved / value for value in times]) for name, times in seconds.items()},
