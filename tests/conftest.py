@@ -1,4 +1,4 @@
-"""Shared fixtures: a swap folder on a real disk."""
+"""Shared fixtures: a swap folder on a real disk, a simulated one, what pools were like when they closed."""
 
 import gc
 import os
@@ -6,10 +6,14 @@ import shutil
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from nvoffload import backend as backend_room
+from nvoffload.buffers import Pool
+from nvoffload.io.sim import Sim, open_sim_engine
 from nvoffload.swapfile import filesystem_of
 
 # The models are tiny: a second thread would wait at every operation for longer than it works.
@@ -28,3 +32,33 @@ def swap(tmp_path: Path) -> Iterator[Path]:
     folder.mkdir(parents=True)
     yield folder
     shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def use_sim(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Make the next models use the engine's twin; return it."""
+
+    def use(*, seed: int = 5, **behaviour: Any) -> Sim:
+        sim = Sim(seed=seed, **behaviour)
+
+        def open_twin(kind: str, *, block_bytes: int, queue_depth: int) -> Any:
+            return open_sim_engine(sim, block_bytes=block_bytes, queue_depth=queue_depth)
+
+        monkeypatch.setattr(backend_room, "open_engine", open_twin)
+        return sim
+
+    return use
+
+
+@pytest.fixture
+def pools(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
+    """For every pool that was closed: was it whole?"""
+    found: list[bool] = []
+    real = Pool.close
+
+    def close(self: Pool) -> None:
+        found.append(self.num_free == self.buffer_count)
+        real(self)
+
+    monkeypatch.setattr(Pool, "close", close)
+    yield found

@@ -4,7 +4,7 @@ import contextlib
 import errno
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,44 +15,12 @@ from stores import committed_steps, committed_values
 from torch import nn
 
 import nvoffload as nvo
-from nvoffload import backend as backend_room
-from nvoffload.buffers import Pool
-from nvoffload.io.sim import Op, Sim, open_sim_engine
+from nvoffload.io.sim import Op
 from nvoffload.swapfile import SwapFile, find_runs
 
 pytestmark = pytest.mark.timeout(60)
 Values = list[torch.Tensor]
 UPDATES = ["deferred", "blocking"]
-
-
-@pytest.fixture
-def use_sim(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Make the next models use the engine's twin; return it."""
-
-    def use(**behaviour: Any) -> Sim:
-        sim = Sim(seed=5, **behaviour)
-
-        def open_twin(kind: str, *, block_bytes: int, queue_depth: int) -> Any:
-            return open_sim_engine(sim, block_bytes=block_bytes, queue_depth=queue_depth)
-
-        monkeypatch.setattr(backend_room, "open_engine", open_twin)
-        return sim
-
-    return use
-
-
-@pytest.fixture
-def pools(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
-    """For every pool that was closed: was it whole?"""
-    found: list[bool] = []
-    real = Pool.close
-
-    def close(self: Pool) -> None:
-        found.append(self.num_free == self.buffer_count)
-        real(self)
-
-    monkeypatch.setattr(Pool, "close", close)
-    yield found
 
 
 def offload(model: nn.Module, swap: Path, **options: Any) -> Any:

@@ -21,9 +21,6 @@ from stores import committed_steps, committed_values
 from torch import nn
 
 import nvoffload as nvo
-from nvoffload import backend as backend_room
-from nvoffload.buffers import Pool
-from nvoffload.io.sim import Sim, open_sim_engine
 from nvoffload.mover import Mover
 from nvoffload.plan import resident_bytes
 
@@ -188,22 +185,13 @@ def test_a_closed_model_whose_parameters_left_says_so(tier: str, swap: Path) -> 
 
 @pytest.mark.parametrize("tier", TIERS)
 def test_close_with_updates_on_their_way_waits_for_what_uses_memory(
-    tier: str, swap: Path, monkeypatch: pytest.MonkeyPatch
+    tier: str, swap: Path, use_sim: Any, pools: list[bool]
 ) -> None:
     """Ending right after step() leaves no transfer, no file and a whole pool; what stays has its last values.
     Slow disks of several speeds, closed in the middle of a deferred update."""
-    whole: list[bool] = []
-    real = Pool.close
-
-    def close(self: Pool) -> None:
-        whole.append(self.num_free == self.buffer_count)
-        real(self)
-
-    monkeypatch.setattr(Pool, "close", close)
     expected = tiny_alone(2)
     for number, latency_s in enumerate((0.0, 0.0005, 0.002, 0.01)):
-        sim = Sim(seed=number, latency_s=latency_s)
-        monkeypatch.setattr(backend_room, "open_engine", opener_of(sim))
+        sim = use_sim(seed=number, latency_s=latency_s)
         model = offload(models.tiny(), swap, param_offload=tier, buffer_size="64KiB")
         train(model, nvo.optim.AdamW(model.parameters(), lr=1e-2), range(2))
         model.close()
@@ -211,7 +199,7 @@ def test_close_with_updates_on_their_way_waits_for_what_uses_memory(
         assert tree(swap) == []
         if tier == "none":
             assert_equal_bits(values_of(model), expected)
-    assert whole == [True] * 4
+    assert pools == [True] * 4
 
 
 @pytest.mark.parametrize("tiers", [("none", "cpu"), ("cpu", "cpu"), ("nvme", "nvme")], ids="-".join)
@@ -233,12 +221,6 @@ def test_memory_comes_back_at_close(tiers: tuple[str, str], swap: Path) -> None:
         one_round()
     gc.collect()
     assert resident_bytes("RssAnon") - before < 30 << 20
-
-
-def opener_of(sim: Sim) -> Callable[..., Any]:
-    return lambda kind, *, block_bytes, queue_depth: open_sim_engine(
-        sim, block_bytes=block_bytes, queue_depth=queue_depth
-    )
 
 
 @pytest.mark.parametrize("tier", TIERS)
@@ -639,12 +621,11 @@ def test_ctrl_c_in_the_middle_leaves_no_files(tier: str, swap: Path) -> None:
 @pytest.mark.parametrize("update", ["deferred", "blocking"])
 @pytest.mark.parametrize("tier", TIERS)
 def test_an_interrupted_step_is_a_whole_step(
-    tier: str, update: str, swap: Path, monkeypatch: pytest.MonkeyPatch
+    tier: str, update: str, swap: Path, monkeypatch: pytest.MonkeyPatch, use_sim: Any
 ) -> None:
     """After Ctrl-C in a step, or a wait for its update, the loop may go on: values, states and step numbers agree.
     SIGINT while a slow disk holds the second step of two zones; then two more steps, against memory."""
-    sim = Sim(seed=1, latency_s=0.1)
-    monkeypatch.setattr(backend_room, "open_engine", opener_of(sim))
+    use_sim(seed=1, latency_s=0.1)
     waiting = threading.Event()
     real = Mover.wait
 

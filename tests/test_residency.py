@@ -19,8 +19,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import nvoffload as nvo
-from nvoffload import backend as backend_room
-from nvoffload.io.sim import Sim, open_sim_engine
 from nvoffload.shims import next_sequence_number, sequence_number
 
 pytestmark = pytest.mark.timeout(60)
@@ -865,22 +863,6 @@ def test_a_step_inside_forward_or_backward_is_refused(call: str, swap: Path) -> 
 
 
 # ---- overlap
-
-
-@pytest.fixture
-def use_sim(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Make the next models use the engine's twin; return it."""
-
-    def use(**behaviour: Any) -> Sim:
-        sim = Sim(seed=5, **behaviour)
-
-        def open_twin(kind: str, *, block_bytes: int, queue_depth: int) -> Any:
-            return open_sim_engine(sim, block_bytes=block_bytes, queue_depth=queue_depth)
-
-        monkeypatch.setattr(backend_room, "open_engine", open_twin)
-        return sim
-
-    return use
 
 
 class Sleeps(torch.autograd.Function):
