@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from nvoffload.buffers import HUGE_PAGE_BYTES, Arena, Pool
+from nvoffload.buffers import Arena, Pool
 from nvoffload.commit import Committer, committer_of
 from nvoffload.config import OffloadConfig
 from nvoffload.device import Device
@@ -142,7 +142,7 @@ class Backend:
         if tiles.lane in self._host:
             tiles.put_params_on_host(self._host[tiles.lane])
 
-    def fill(self, unit: int, spec: UnitSpec, values: Mapping[int, int], *, values_stand: bool) -> None:
+    def fill(self, unit: int, spec: UnitSpec, values: Mapping[int, int]) -> None:
         """Bring the values of a unit home: all of them, from `values`, addresses by parameter."""
         has_fetched = self.config.param_offload == "cpu"
         if has_fetched or self.store is None:
@@ -152,13 +152,11 @@ class Backend:
             self._arenas.append(self._host[unit].arena)
         job = Job("NVO_FILL_PARAM", self.tiles(spec.tiles), values=values, pending=spec.params)
         with self.guarded() as mover:
-            mover.run(job, values_stand=values_stand)
+            mover.run(job)
         if self.store is not None:
             self.fill_bytes += sum(self.layout.tiles[i].param_bytes for i in spec.tiles)
 
-    def add_states(
-        self, params: frozenset[int], on_progress: Callable[[int, int], None] | None = None
-    ) -> dict[int, Tiles]:
+    def add_states(self, params: frozenset[int]) -> dict[int, Tiles]:
         """Make zeroed states for the tiles that hold `params`; return what updates visit, by unit."""
         self.check()
         zone: StateZone | None = None
@@ -171,18 +169,16 @@ class Backend:
             if mine:
                 found[number] = Tiles(self.layout, mine, self._busy, params)
                 self._place_params(found[number])
-        for done, tiles in enumerate(found.values()):
+        for tiles in found.values():
             if zone is not None and self.store is not None:
                 tiles.put_state_on_disk(self.store, zone)
                 with self.guarded() as mover:
                     mover.run(Job("NVO_FILL_STATE", tiles, values={}))
             else:
                 nbytes = sum(NUM_ADAMW_WORDS * self.layout.tiles[i].word_bytes for i in tiles.indices)
-                arena = Arena(max(1, nbytes), is_huge=nbytes >= HUGE_PAGE_BYTES)
+                arena = Arena(max(1, nbytes))
                 self._arenas.append(arena)
                 tiles.put_state_on_host(arena, NUM_ADAMW_WORDS)
-            if on_progress:
-                on_progress(done + 1, len(found))
         if zone is not None and self.store is not None:
             self.store.adopt(zone)
             self.fill_bytes += zone.zone.half_bytes

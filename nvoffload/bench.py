@@ -24,6 +24,7 @@ import numpy as np
 from nvoffload.buffers import Lease, Pool
 from nvoffload.config import ENGINES, Io, format_bytes, parse_size
 from nvoffload.errors import ConfigError, CorruptionError, MachineError, NvoffloadError
+from nvoffload.interrupts import interrupt_behind, interrupt_once
 from nvoffload.io.engine import Engine, Op, Transfer, open_engine
 from nvoffload.swapfile import RunFolder, SwapFile, check_folder, check_space, crc32c, filesystem_of
 
@@ -359,20 +360,6 @@ def table(figures: dict[str, Any]) -> str:
 def say(line: str) -> None:
     """Show progress on stderr: the results have stdout."""
     print(line, file=sys.stderr, flush=True)
-
-
-def interrupt_once(number: int, _frame: object) -> None:
-    """Signal handler: stop; what comes again while the files are being removed is ignored."""
-    for other in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(other, signal.SIG_IGN)
-    raise KeyboardInterrupt(number)
-
-
-def interrupt_behind(error: BaseException | None) -> BaseException | None:
-    """Return the interrupt during whose handling `error` came up, itself included, or None."""
-    while error is not None and not isinstance(error, KeyboardInterrupt):
-        error = error.__context__
-    return error
 
 
 def main(arguments: list[str] | None = None) -> int:

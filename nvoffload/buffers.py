@@ -81,9 +81,13 @@ class Arena:
     """
 
     def __init__(
-        self, nbytes: int, *, is_huge: bool = True, is_forkable: bool = False, is_touched: bool = True
+        self, nbytes: int, *, is_huge: bool | None = None, is_forkable: bool = False, is_touched: bool = True
     ) -> None:
-        """Map zeros. `is_forkable`: children have them too. Not `is_touched`: pages come as they are used."""
+        """Map zeros. `is_huge`: None means if they fill a huge page. `is_forkable`: children have them too.
+
+        Not `is_touched`: pages come as they are used.
+        """
+        is_huge = nbytes >= HUGE_PAGE_BYTES if is_huge is None else is_huge
         self.nbytes = nbytes
         self._is_forkable, self._is_touched = is_forkable, is_touched
         self._map: mmap.mmap | None = None

@@ -28,6 +28,7 @@ from nvoffload.config import format_bytes, parse_size
 from nvoffload.demo_model import SIZES, ByteTransformer, Size, activation_bytes
 from nvoffload.demo_report import Report
 from nvoffload.errors import MachineError, NvoffloadError
+from nvoffload.interrupts import interrupt_behind, interrupt_once
 from nvoffload.offload import offload
 from nvoffload.optim import AdamW
 from nvoffload.plan import resident_bytes
@@ -274,20 +275,6 @@ def run(settings: argparse.Namespace, folder: Path) -> Report:
                 enforced_by=holder,
                 in_memory_bytes=base + 16 * size.numel + activation_bytes(size, settings.batch * settings.length, 4),
             )
-
-
-def interrupt_once(number: int, _frame: object) -> None:
-    """Signal handler: stop; what comes again while the files are being removed is ignored."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    raise KeyboardInterrupt(number)
-
-
-def interrupt_behind(error: BaseException | None) -> BaseException | None:
-    """Return the interrupt during whose handling `error` came up, itself included, or None."""
-    while error is not None and not isinstance(error, KeyboardInterrupt):
-        error = error.__context__
-    return error
 
 
 def explain(error: BaseException) -> str:

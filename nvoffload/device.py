@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from nvoffload import native
-from nvoffload.buffers import HUGE_PAGE_BYTES, Arena
+from nvoffload.buffers import Arena
 from nvoffload.errors import MachineError
 from nvoffload.shims import storage_at
 
@@ -40,7 +40,7 @@ class Memory:
         self._arena: Arena | None = None
         self._tensor: torch.Tensor | None = None
         if device.type == "cpu":
-            self._arena = Arena(nbytes, is_huge=nbytes >= HUGE_PAGE_BYTES, is_forkable=True)
+            self._arena = Arena(nbytes, is_forkable=True)
             self.address = self._arena.address
         else:
             self._tensor = torch.empty(nbytes, dtype=torch.uint8, device=device)

@@ -1,4 +1,4 @@
-"""Holds Ctrl-C back while something is half changed. Knows nothing of what."""
+"""Ctrl-C: held back while something is half changed, and how a command ends by it. Knows nothing of what."""
 
 import signal
 import threading
@@ -36,3 +36,17 @@ class Held:
             signal.signal(number, handler)
         if self._noted is not None:
             self._handlers[self._noted[0]](*self._noted)
+
+
+def interrupt_once(number: int, _frame: object) -> None:
+    """Signal handler: stop; what comes again while the files are being removed is ignored."""
+    for other in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(other, signal.SIG_IGN)
+    raise KeyboardInterrupt(number)
+
+
+def interrupt_behind(error: BaseException | None) -> BaseException | None:
+    """Return the interrupt during whose handling `error` came up, itself included, or None."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__context__
+    return error

@@ -5,7 +5,7 @@ Pure arithmetic on sizes; the one place that rounds. Opens nothing, knows no tor
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 
@@ -183,9 +183,14 @@ class Layout:
         """Return the zone of all tiles' parameter extents, from `base` on."""
         return pack_zone(base, range(len(self.tiles)), [tile.param_bytes for tile in self.tiles])
 
+    def tiles_with(self, params: Iterable[int], among: Iterable[int]) -> list[int]:
+        """Return those tiles `among` some that hold any of `params`, in their order."""
+        wanted = frozenset(params)
+        return [i for i in among if any(s.param in wanted for s in self.tiles[i].segments)]
+
     def state_zone(self, base: int, params: frozenset[int], num_words: int) -> Zone:
         """Return the zone of the states of the tiles that hold any of `params`."""
-        tiles = [i for i, tile in enumerate(self.tiles) if any(s.param in params for s in tile.segments)]
+        tiles = self.tiles_with(params, range(len(self.tiles)))
         return pack_zone(base, tiles, [num_words * self.tiles[i].word_bytes for i in tiles])
 
 

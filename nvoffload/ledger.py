@@ -16,9 +16,10 @@ fetches the weights of every unit that is not kept over the turnaround, and so d
 follows a backward without a step between.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
+from nvoffload.config import OffloadConfig
 from nvoffload.layout import Layout, Tile, UnitSpec, Zone
 
 NUM_ADAMW_WORDS = 2
@@ -48,17 +49,23 @@ class Homes:
     has_states: bool
 
 
+def homes_of(config: OffloadConfig) -> Homes:
+    """Return what the tiers put on disk."""
+    return Homes(
+        has_params=config.uses_disk,
+        fetches=config.param_offload == "nvme",
+        has_states=config.state_tier == "nvme",
+    )
+
+
 def update_traffic(layout: Layout, state_zone: Zone, homes: Homes, pending: Iterable[int] | None = None) -> Traffic:
     """Return the bytes of one update whose gradients are those of parameters `pending` (None: all).
 
     A tile none of whose parameters is pending is not touched.
     """
-    wanted = None if pending is None else set(pending)
     read = write = 0
-    for position in state_zone.tiles:
-        tile = layout.tiles[position]
-        if wanted is not None and not any(s.param in wanted for s in tile.segments):
-            continue
+    for index in state_zone.tiles if pending is None else layout.tiles_with(pending, state_zone.tiles):
+        tile = layout.tiles[index]
         state = homes.has_states * NUM_ADAMW_WORDS * tile.word_bytes
         read += homes.has_params * tile.remainder_bytes + homes.fetches * tile.fetched_bytes + state
         write += homes.has_params * tile.param_bytes + state
@@ -94,13 +101,8 @@ def training_traffic(
     return total
 
 
-def _fetched(layout: Layout, unit: UnitSpec, besides: Iterable[int] = ()) -> int:
-    return sum(layout.tiles[i].fetched_bytes for i in unit.tiles if i not in set(besides))
-
-
-def fill_traffic(layout: Layout, state_zones: Iterable[Zone]) -> Traffic:
-    """Return the bytes of writing all values and zero states once."""
-    return Traffic(0, layout.param_zone(0).half_bytes + sum(zone.half_bytes for zone in state_zones))
+def _fetched(layout: Layout, unit: UnitSpec, besides: Collection[int] = frozenset()) -> int:
+    return sum(layout.tiles[i].fetched_bytes for i in unit.tiles if i not in besides)
 
 
 def host_param_bytes(layout: Layout, *, has_fetched: bool, has_remainders: bool) -> int:

@@ -5,12 +5,12 @@ Decides nothing: not what is updated, not when. Holds no tensors.
 
 import errno
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from nvoffload import native
-from nvoffload.buffers import HUGE_PAGE_BYTES, Arena, Pool
+from nvoffload.buffers import Arena, Pool
 from nvoffload.errors import CorruptionError, MachineError, NvoffloadError, StorageError
 from nvoffload.io.engine import Engine, storage_error
 from nvoffload.layout import Layout
@@ -138,7 +138,7 @@ class HostParams:
             for i in indices
         ]
         self.nbytes = sum(fetched + remainder for _, fetched, remainder in sizes)
-        self.arena = Arena(max(1, self.nbytes), is_huge=self.nbytes >= HUGE_PAGE_BYTES)
+        self.arena = Arena(max(1, self.nbytes))
         self.fetched: dict[int, int] = {}
         self.remainders: dict[int, int] = {}
         address = self.arena.address
@@ -180,7 +180,7 @@ class Job:
                 at.grad, at.grad_dtype = ffi.cast("void *", work.grad_address), lib.NVO_F32
                 at.step, at.group, at.pending, at.scale = work.step, work.group, 1, work.grad_scale
         self.c = ffi.new("nvo_job *")
-        self.c.kind, self.c.kernel = getattr(lib, kind), lib.NVO_KERNEL_ADAMW
+        self.c.kind = getattr(lib, kind)
         self.c.num_tiles, self.c.lane = len(tiles.indices), tiles.lane
         self.c.tiles, self.c.segments, self.c.params, self.c.groups = (
             tiles.array,
@@ -272,7 +272,7 @@ class Mover:
         """Let `job` go first: somebody waits for it."""
         native.lib.nvo_mover_promote(self.handle, job.c)
 
-    def wait(self, job: Job, *, is_ended: bool, on_progress: Callable[[int, int], None] | None = None) -> None:
+    def wait(self, job: Job, *, is_ended: bool) -> None:
         """Wait until values are delivered or all is done. A Ctrl-C is kept until then: half is no state to be in."""
         lib = native.lib
         stage = lib.NVO_ENDED if is_ended else lib.NVO_DELIVERED
@@ -282,8 +282,6 @@ class Mover:
             try:
                 if lib.nvo_mover_wait(self.handle, job.c, stage, _WAIT_SLICE_MS):
                     break
-                if on_progress:
-                    on_progress(job.c.ended, job.c.num_tiles)
                 self._check_stall(start_s)
             except KeyboardInterrupt as error:
                 interrupt = error
@@ -291,9 +289,9 @@ class Mover:
         if interrupt:
             raise interrupt
 
-    def run(self, job: Job, *, on_progress: Callable[[int, int], None] | None = None, **how: Any) -> None:
+    def run(self, job: Job, **how: Any) -> None:
         """Submit `job` as a demand and wait for its end."""
-        self.wait(self.submit(job, is_demand=True, **how), is_ended=True, on_progress=on_progress)
+        self.wait(self.submit(job, is_demand=True, **how), is_ended=True)
 
     def _check_stall(self, start_s: float) -> None:
         if self._engine is None:

@@ -20,10 +20,10 @@ from nvoffload.backend import threads_of
 from nvoffload.config import Io, OffloadConfig, PathLike, Size, nearest, parse_size, resolve
 from nvoffload.device import open_device
 from nvoffload.errors import ConfigError, UsageError
-from nvoffload.ledger import Traffic, store_bytes
+from nvoffload.ledger import Traffic, homes_of, store_bytes
 from nvoffload.parameter import OffloadedParameter
 from nvoffload.partition import Cut, build_layout, cut_units, named_parameters, owners_of
-from nvoffload.plan import Plan, choose_memory, homes_of, make_plan
+from nvoffload.plan import Plan, choose_memory, make_plan
 from nvoffload.runtime import Runtime
 from nvoffload.session import Session
 from nvoffload.stats import OffloadStats

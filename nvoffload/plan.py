@@ -77,15 +77,6 @@ class Plan:
         ]
 
 
-def homes_of(config: OffloadConfig) -> ledger.Homes:
-    """Return what the tiers put on disk."""
-    return ledger.Homes(
-        has_params=config.uses_disk,
-        fetches=config.param_offload == "nvme",
-        has_states=config.state_tier == "nvme",
-    )
-
-
 def choose_memory(config: OffloadConfig, layout: Layout) -> int:
     """Return the number of frames; raise ConfigError if device_budget holds too few."""
     framed = [unit.nbytes for unit in layout.units if is_framed(unit, config)]
@@ -125,7 +116,7 @@ def make_plan(config: OffloadConfig, layout: Layout, num_frames: int, device: to
         full_gradient_bytes=ledger.largest_gradient_bytes(layout) * is_host,
         host_param_bytes=host,
         host_state_bytes=0 if config.state_tier == "nvme" else ledger.state_bytes(layout),
-        disk_bytes=ledger.store_bytes(layout, homes_of(config)) if config.uses_disk else 0,
+        disk_bytes=ledger.store_bytes(layout, ledger.homes_of(config)) if config.uses_disk else 0,
         is_host=is_host,
         pool_text=f"{count} buffers of {format_bytes(buffer_bytes)}",
         gathered_text=f"{num_frames} frames of {format_bytes(frame_bytes)}, and what is kept beside them",

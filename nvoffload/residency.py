@@ -29,11 +29,6 @@ class Stalls:
     commit_s: float = 0.0
     kernel_s: float = 0.0
 
-    @property
-    def total_s(self) -> float:
-        """All of it."""
-        return self.disk_s + self.commit_s + self.kernel_s
-
 
 class Residency:
     """Moves units between their homes and gathered memory. Its lock guards all units and the schedule.
@@ -227,22 +222,20 @@ class Residency:
             unit.advance(work.param for work in pending.works)
             self.updates.add(unit.number, pending)
 
-    def start_updates(self, numbers: Iterable[int], *, is_everywhere: bool = False) -> list[Job]:
+    def start_updates(self, numbers: Iterable[int], *, is_everywhere: bool = False) -> None:
         """Start the pending updates of units that have a place to go to, or of all of them; in forward order."""
-        started: list[Job] = []
         with self.lock:
             order = {number: position for position, number in enumerate(self.schedule.first_uses())}
             for number in sorted(numbers, key=lambda n: order.get(n, -1)):
                 unit = self.units[number]
                 if unit.place is not None or is_everywhere:
-                    started += self._update(unit)
-        return started
+                    self._update(unit)
 
     def _start_before(self, generation: int) -> None:
         with self.lock:
             self.start_updates(self.updates.before(generation), is_everywhere=True)
 
-    def _update(self, unit: Unit) -> list[Job]:
+    def _update(self, unit: Unit) -> None:
         values = unit.values_in(unit.place) if unit.place is not None else {}
         if unit.state is State.SHOWN:
             unit.hide()
@@ -254,7 +247,6 @@ class Residency:
             elif jobs and unit.place is not None:
                 unit.deliveries = [*unit.deliveries, *jobs]
             self._keep_jobs(unit, jobs)
-        return jobs
 
     def settle(self, unit: Unit, *, is_ended: bool) -> None:
         """Return once no job reads the unit's gradients any more, or, if `is_ended`, none of its jobs runs."""
@@ -268,10 +260,8 @@ class Residency:
 
     def finish(self) -> None:
         """Apply everything pending and wait until it is written."""
-        jobs = self.start_updates(self.updates.units(), is_everywhere=True)
-        for unit in self.units:
-            jobs += [job for job in unit.jobs if job not in jobs]
-        self._wait(jobs, is_ended=True)
+        self.start_updates(self.updates.units(), is_everywhere=True)
+        self._wait([job for unit in self.units for job in unit.jobs], is_ended=True)
         with self.lock:
             for unit in self.units:
                 self._has_arrived(unit)

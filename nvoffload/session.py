@@ -16,13 +16,13 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from nvoffload.backend import Backend
-from nvoffload.buffers import HUGE_PAGE_BYTES, Arena, Trimmer
+from nvoffload.buffers import Arena, Trimmer
 from nvoffload.config import OffloadConfig
 from nvoffload.device import Device, Memory, Poison
 from nvoffload.errors import NvoffloadError, UsageError
 from nvoffload.gradient import Accumulator
 from nvoffload.layout import Layout, UnitSpec, round_up
-from nvoffload.ledger import NUM_ADAMW_WORDS, Homes, Traffic, largest_gradient_bytes, training_traffic
+from nvoffload.ledger import NUM_ADAMW_WORDS, Traffic, homes_of, largest_gradient_bytes, training_traffic
 from nvoffload.mover import Group, Tiles, Work
 from nvoffload.parameter import OffloadedParameter, wrap
 from nvoffload.residency import Residency
@@ -103,7 +103,7 @@ class Session:
 
     def fill(self, unit: Unit, values: Mapping[int, int]) -> None:
         """Write a unit's values home: `values`, addresses of dense parameters, by number."""
-        self.backend.fill(unit.number, unit.spec, values, values_stand=False)
+        self.backend.fill(unit.number, unit.spec, values)
 
     def adopt(self, unit: Unit, bindings: Sequence[Binding], values: Mapping[int, Tensor]) -> None:
         """Take the unit over: wrappers and stand-ins from now on, and, if it stands in memory, a place of its own."""
@@ -145,8 +145,7 @@ class Session:
         trainable = [p for p in unit.spec.params if wrappers[p].requires_grad]
         sizes = [round_up(self.layout.specs[p].numel, GRADIENT_START) for p in trainable]
         # Of its own mapping: in malloc's heap it would sit among parameters that are about to be freed.
-        nbytes = 4 * max(1, sum(sizes))
-        arena = Arena(nbytes, is_huge=nbytes >= HUGE_PAGE_BYTES, is_forkable=True, is_touched=False)
+        arena = Arena(4 * max(1, sum(sizes)), is_forkable=True, is_touched=False)
         memory = torch.frombuffer(arena.view(), dtype=torch.float32)
         self._arenas.append(arena)
         start = 0
@@ -204,8 +203,10 @@ class Session:
     def step(
         self, optimizer: Hashable, zones: Sequence[Mapping[int, Tiles]], works: Sequence[Work], groups: Sequence[Group]
     ) -> None:
-        """Capture one step of `works`; `finish_step` follows. Values read from now on are those after it."""
-        self.check_at_rest("step()")
+        """Capture one step of `works`; `finish_step` follows. Values read from now on are those after it.
+
+        REQUIRES: check_at_rest.
+        """
         start_s = time.perf_counter()
         committer = self.backend.committer
         generation = committer.begin(optimizer) if committer else 0
@@ -213,11 +214,12 @@ class Session:
         if committer is not None and generation > RUN_AHEAD:
             committer.wait_for(generation - RUN_AHEAD)
         self._device.synchronize()
+        by_unit: dict[int, list[Work]] = {}
+        for work in works:
+            by_unit.setdefault(self.layout.place_of(work.param)[0], []).append(work)
         for zone in zones:
             for number, tiles in zone.items():
-                mine = tuple(
-                    w for w in works if w.param in tiles.updates and self.layout.place_of(w.param)[0] == number
-                )
+                mine = tuple(work for work in by_unit.get(number, ()) if work.param in tiles.updates)
                 if mine:
                     self.residency.capture(self.units[number], Pending(tiles, mine, tuple(groups), generation))
         increment_version([self.wrappers[work.param] for work in works])
@@ -280,11 +282,7 @@ class Session:
         zones = [z.zone for z in store.state_zones] if store else []
         if not zones:
             zones = [self.layout.state_zone(0, every, NUM_ADAMW_WORDS)] if every else []
-        homes = Homes(
-            has_params=self.config.uses_disk,
-            fetches=self.config.param_offload == "nvme",
-            has_states=self.config.state_tier == "nvme",
-        )
+        homes = homes_of(self.config)
         framed = [unit.number for unit in self.units if self._is_framed(unit.spec)]
         return training_traffic(self.layout, zones, homes, framed, self._num_frames, steps=steps, passes=passes)
 

@@ -22,9 +22,7 @@ class Pending:
 
     def touched(self) -> set[int]:
         """Return the tiles that have a pending parameter: only those are read and written."""
-        params = {work.param for work in self.works}
-        layout = self.tiles.layout
-        return {i for i in self.tiles.indices if any(s.param in params for s in layout.tiles[i].segments)}
+        return set(self.tiles.layout.tiles_with((work.param for work in self.works), self.tiles.indices))
 
 
 class Updates:
@@ -33,9 +31,6 @@ class Updates:
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self._pending: dict[int, list[Pending]] = {}
-
-    def __bool__(self) -> bool:
-        return bool(self._pending)
 
     def units(self) -> list[int]:
         """Return the units that have something pending, oldest first."""

@@ -38,7 +38,7 @@ class Values:
             return unit.view(self.bytes_of(unit), index).clone(memory_format=torch.preserve_format)
         dtype: torch.dtype = getattr(torch, spec.dtype)
         out = torch.empty_strided(spec.shape, spec.stride, dtype=dtype, device=self._device)
-        tiles = self._tiles_of(unit, index)
+        tiles = self._layout.tiles_with([index], unit.spec.tiles)
         self._backend.device.synchronize()
         job = self._residency.updates.fetch(tiles, {index: out.data_ptr()}, [index], is_demand=True)
         with self._backend.guarded() as mover:
@@ -52,9 +52,6 @@ class Values:
         assert unit.place is not None
         out = torch.empty(0, dtype=torch.uint8, device=self._device)
         return out.set_(unit.place.storage(unit.spec.nbytes))
-
-    def _tiles_of(self, unit: Unit, index: int) -> list[int]:
-        return [i for i in unit.spec.tiles if any(s.param == index for s in self._layout.tiles[i].segments)]
 
     @torch.no_grad()
     def write(self, index: int, values: Tensor) -> None:
@@ -70,7 +67,7 @@ class Values:
             unit.view(self.bytes_of(unit), index).copy_(dense)
         self._backend.device.synchronize()
         addresses = unit.values_in(unit.place) if unit.is_standing and unit.place else {index: dense.data_ptr()}
-        self._store(unit, self._tiles_of(unit, index), addresses, [index])
+        self._store(unit, addresses, [index])
         with self._residency.lock:
             unit.advance([index])
 
@@ -79,13 +76,13 @@ class Values:
         assert unit.place is not None
         self._residency.settle(unit, is_ended=True)
         self._backend.device.synchronize()
-        written = unit.written()
-        tiles = [i for i in unit.spec.tiles if any(s.param in written for s in self._layout.tiles[i].segments)]
-        self._store(unit, tiles, unit.values_in(unit.place), written)
+        self._store(unit, unit.values_in(unit.place), unit.written())
         with self._residency.lock:
             unit.take_writes()
 
-    def _store(self, unit: Unit, tiles: Sequence[int], values: Mapping[int, int], params: Sequence[int]) -> None:
+    def _store(self, unit: Unit, values: Mapping[int, int], params: Sequence[int]) -> None:
+        """Bring `params` home from `values`, addresses by number."""
+        tiles = self._layout.tiles_with(params, unit.spec.tiles)
         committer = self._backend.committer
         generation = committer.begin_write() if committer else 0
         job = Job("NVO_STORE", self._backend.tiles(tiles), values=values, pending=params)
