@@ -6,7 +6,7 @@ Opens them in order and closes them in reverse. Knows units only as ranges of ti
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,12 @@ from nvoffload.buffers import Arena, Pool
 from nvoffload.commit import Committer, committer_of
 from nvoffload.config import OffloadConfig
 from nvoffload.device import Device
-from nvoffload.errors import NvoffloadError, StorageError, UsageError
+from nvoffload.errors import NvoffloadError, PeerError, StorageError, UsageError
 from nvoffload.io.engine import Engine, EngineStats, open_engine
 from nvoffload.layout import BUFFER_BYTES_PER_ELEMENT, Layout, UnitSpec
 from nvoffload.ledger import NUM_ADAMW_WORDS
 from nvoffload.mover import Busy, HostParams, Job, Mover, Tiles
+from nvoffload.peers import Peers
 from nvoffload.store import Run, StateZone, Store, create_store
 
 log = logging.getLogger("nvoffload")
@@ -28,13 +29,22 @@ class Backend:
     """Where a model's parameters and states live. `close` ends it; until then it owns every byte below."""
 
     def __init__(
-        self, config: OffloadConfig, layout: Layout, *, folder: Path | None, buffer_count: int, device: Device
+        self,
+        config: OffloadConfig,
+        layout: Layout,
+        *,
+        folder: Path | None,
+        buffer_count: int,
+        device: Device,
+        peers: Peers | None = None,
     ) -> None:
         self.config = config
+        self._peers = peers
         self.layout = layout
         self.device = device
         self.fill_bytes = 0
         self.has_stepped = False  # from then on an error spoils the run's next generation
+        self.on_error: Callable[[NvoffloadError], object] = lambda error: None  # tell other ranks
         self.start_before: Callable[[int], Any] = lambda generation: None  # start updates captured before it
         self._pid = os.getpid()
         self._is_open = True
@@ -60,12 +70,19 @@ class Backend:
     def _open(self, folder: Path | None, buffer_count: int) -> None:
         io = self.config.io
         if folder is not None:
-            self.run, self.store = create_store(folder, self.config.name, self.layout)
+            self.run, self.store = self._create_store(folder)
             kind = io.engine
             if kind == "auto" and not self.store.file.is_direct:
                 log.warning("%s has no direct I/O: transfers go through the page cache", folder)
                 kind = "portable"
             self.engine = open_engine(kind, block_bytes=io.block_bytes, queue_depth=io.queue_depth)
+        with self._peers.agreeing() if self._peers else nullcontext():
+            self._open_mover(buffer_count)
+        if self.run is not None:
+            self.committer = committer_of(self.run, self._peers.new_fence if self._peers else None)
+            self.committer.join(self.mover, self._start_before)
+
+    def _open_mover(self, buffer_count: int) -> None:
         if buffer_count:
             buffer_bytes = BUFFER_BYTES_PER_ELEMENT * self.layout.tile_numel
             self.pool = Pool(buffer_count=buffer_count, buffer_bytes=buffer_bytes, register=self.device.register)
@@ -73,13 +90,29 @@ class Backend:
             engine=self.engine,
             pool=self.pool,
             device_handle=self.device.handle,
-            num_threads=threads_of(self.config),
+            num_threads=threads_of(self.config, self._peers),
             path=str(self.store.file.path) if self.store else "memory",
-            stall_limit_s=io.stall_limit_s,
+            stall_limit_s=self.config.io.stall_limit_s,
         )
-        if self.run is not None:
-            self.committer = committer_of(self.run)
-            self.committer.join(self._mover, self._start_before)
+
+    def _create_store(self, folder: Path) -> tuple[Run, Store]:
+        """Rank 0 makes the run, under a lock; the others join it, each under its own path."""
+        peers, name = self._peers, self.config.name
+        if peers is None:
+            return create_store(folder, name, self.layout)
+        ranks = tuple(peers.global_ranks)
+        run_id = ""
+        if peers.rank == 0:
+            with peers.agreeing():
+                made = create_store(folder, name, self.layout, ranks=ranks)
+            run_id = made[0].folder.run_id
+        else:
+            peers.agree(None)
+        run_id = peers.control.texts(run_id)[0]
+        with peers.agreeing():
+            if peers.rank != 0:
+                made = create_store(folder, name, self.layout, ranks=ranks, run_id=run_id)
+        return made
 
     def _start_before(self, generation: int) -> None:
         self.start_before(generation)
@@ -150,6 +183,8 @@ class Backend:
                 self.layout, spec.tiles, has_fetched=has_fetched, has_remainders=self.store is None
             )
             self._arenas.append(self._host[unit].arena)
+        if not spec.tiles:
+            return
         job = Job("NVO_FILL_PARAM", self.tiles(spec.tiles), values=values, pending=spec.params)
         with self.guarded() as mover:
             mover.run(job)
@@ -166,10 +201,12 @@ class Backend:
         found: dict[int, Tiles] = {}
         for number, spec in enumerate(self.layout.units):
             mine = [i for i in indices if i in spec.tiles]
-            if mine:
+            if mine or not params.isdisjoint(spec.params):  # of which this rank may own nothing
                 found[number] = Tiles(self.layout, mine, self._busy, params)
                 self._place_params(found[number])
         for tiles in found.values():
+            if not tiles.indices:
+                continue
             if zone is not None and self.store is not None:
                 tiles.put_state_on_disk(self.store, zone)
                 with self.guarded() as mover:
@@ -195,12 +232,17 @@ class Backend:
             self.is_told = True
             raise self._remember(error) from None
 
+    def fail(self, error: Exception) -> None:
+        """Another rank has failed, or is lost: nothing is moved or committed any more."""
+        self._remember(error if isinstance(error, NvoffloadError) else PeerError(f"{type(error).__name__}: {error}"))
+
     def _remember(self, error: NvoffloadError) -> NvoffloadError:
         """Keep the first error. A failed commit fails the mover: then the commit's reason is the first."""
         if isinstance(error, UsageError):
             return error
         if self._error is None:
             self._error = (self.committer.error if self.committer else None) or error
+            self.on_error(self._error)
             if self.committer is not None and self.has_stepped:
                 self.committer.poison(self._error)
         return self._error
@@ -273,6 +315,6 @@ class Backend:
         return is_drained
 
 
-def threads_of(config: OffloadConfig) -> int:
-    """Return how many kernel threads: half of the cores unless told."""
-    return config.update_threads or max(1, (os.cpu_count() or 2) // 2)
+def threads_of(config: OffloadConfig, peers: Peers | None = None) -> int:
+    """Return how many kernel threads: unless told half of the cores, shared by the ranks of this machine."""
+    return config.update_threads or max(1, (os.cpu_count() or 2) // 2 // (peers.num_local if peers else 1))

@@ -6,7 +6,7 @@ Knows nothing of tiles; tells the movers what is committed.
 import errno
 import threading
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import Any, Protocol
 
 from nvoffload.errors import NvoffloadError, StorageError
 from nvoffload.mover import Mover
@@ -14,6 +14,19 @@ from nvoffload.store import Run
 
 WAIT_TIMEOUT_S = 600.0
 _POLL_S = 0.2
+
+
+class Fence(Protocol):
+    """The other ranks of a run, as its commits see them."""
+
+    def wait(self, generation: int, is_stopping: Callable[[], bool]) -> bool:
+        """Return True once all ranks have come here with `generation`; False when told to stop before."""
+
+    def fail(self, error: Exception) -> None:
+        """Tell the others."""
+
+    def close(self) -> None:
+        """Free it."""
 
 
 class Committer:
@@ -24,15 +37,21 @@ class Committer:
     is written once all its tiles are. Writes of g+1 wait for the manifest of g (in the mover); the
     first step asks for that of generation 0, the fill.
 
+    Note [Fence]: of several ranks each writes its own manifest, and one may be killed before another has. So
+    nobody overwrites what generation g - 1 has before all have committed g: with two manifest files and two
+    slots every rank can go back to the last generation that all have.
+
     Note [No hang]: that manifest needs every update captured in g, and some may wait for their unit to be
     used. So whoever begins a write of g+1, or waits for g, has all of them started first, in every model
     of the run: each has joined with the function that does so.
     """
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, fence: Fence | None = None) -> None:
         self._run = run
+        self._fence = fence
         self._movers: dict[Mover, Callable[[int], None]] = {}  # with what starts updates captured before a generation
         self._stepped: set[Hashable] = set()
+        self._passed = run.committed  # newest generation that is committed, on every rank
         self._closed = -1  # newest generation handed to the thread
         self._queue: list[tuple[int, dict[str, Any]]] = []
         self._error: NvoffloadError | None = None
@@ -58,6 +77,8 @@ class Committer:
         if self._is_stopping:
             self._thread.join(timeout=60)
             _committers.pop(self._run.folder.run_id, None)
+            if self._fence is not None and self._error is None:
+                self._fence.close()
 
     @property
     def error(self) -> NvoffloadError | None:
@@ -123,7 +144,7 @@ class Committer:
         """Return once `generation` is committed; raise what went wrong."""
         self._start_before(generation + 1)
         with self._changed:
-            done = self._changed.wait_for(lambda: self._error or self._run.committed >= generation, timeout_s)
+            done = self._changed.wait_for(lambda: self._error or self._passed >= generation, timeout_s)
         self.check()
         if not done:
             raise StorageError(f"generation {generation} was not committed within {timeout_s:g} s.")
@@ -151,9 +172,16 @@ class Committer:
             except (NvoffloadError, OSError, ValueError) as error:
                 self._give_up(generation, error)
                 return
+            try:
+                if self._fence is not None and not self._fence.wait(generation, lambda: self._is_stopping):
+                    return
+            except NvoffloadError as error:
+                self.poison(error)
+                return
             with self._changed:
                 for mover in self._movers:
                     mover.commit(generation)
+                self._passed = generation
                 self._changed.notify_all()
 
     def _wait_written(self, generation: int) -> bool:
@@ -180,6 +208,8 @@ class Committer:
     def _give_up(self, generation: int, error: Exception) -> None:
         text = f"committing generation {generation} failed: {error} The last committed one stays valid."
         code = getattr(error, "errno", None) or errno.EIO
+        if self._fence is not None:
+            self._fence.fail(error)
         self.poison(StorageError(text, errno=code, path=str(self._run.folder.path)))
 
 
@@ -187,9 +217,9 @@ _committers: dict[str, Committer] = {}
 _committers_lock = threading.Lock()
 
 
-def committer_of(run: Run) -> Committer:
-    """Return the run's committer; there is one per run."""
+def committer_of(run: Run, make_fence: Callable[[], Fence] | None = None) -> Committer:
+    """Return the run's committer; there is one per run. `make_fence` for a run of several ranks."""
     with _committers_lock:
         if run.folder.run_id not in _committers:
-            _committers[run.folder.run_id] = Committer(run)
+            _committers[run.folder.run_id] = Committer(run, make_fence() if make_fence else None)
         return _committers[run.folder.run_id]

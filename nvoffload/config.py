@@ -168,6 +168,8 @@ class OffloadConfig:
             raise ConfigError(f"name={self.name!r} must be 1 to 64 letters, digits, '-' or '_'.")
         if self.nvme_path is not None:
             object.__setattr__(self, "nvme_path", _one_path(self.nvme_path))
+        self._check_policy()
+        self._check_stage()
         self._check_supported()
 
     @property
@@ -181,16 +183,44 @@ class OffloadConfig:
         """Is anything at home on disk? If so, the parameters are: a store with states is complete."""
         return "nvme" in (self.param_offload, self.state_tier)
 
+    @property
+    def reduce_dtype(self) -> Any:
+        """In what dtype gradients of several ranks are averaged; None: their own."""
+        return self.mp_policy.reduce_dtype if self.mp_policy is not None else None
+
+    @property
+    def is_sharded(self) -> bool:
+        """Are parameters partitioned over ranks too?"""
+        return self.zero_stage in (None, 3)
+
+    def _check_policy(self) -> None:
+        """Raise ConfigError for a torch.distributed.fsdp.MixedPrecisionPolicy with more than a reduce_dtype."""
+        policy = self.mp_policy
+        if policy is None:
+            return
+        if not hasattr(policy, "reduce_dtype"):
+            raise ConfigError(f"mp_policy={policy!r} must be a torch.distributed.fsdp.MixedPrecisionPolicy.")
+        for name, default in (("param_dtype", None), ("output_dtype", None), ("cast_forward_inputs", True)):
+            if getattr(policy, name, default) not in (default, None):
+                raise ConfigError(f"mp_policy.{name} is not supported yet; only reduce_dtype is.")
+
+    def _check_stage(self) -> None:
+        check_choice("zero_stage", self.zero_stage, (None, 1, 2, 3))
+        if self.param_offload != "none" and not self.is_sharded:
+            raise ConfigError(
+                f'zero_stage={self.zero_stage} keeps whole parameters on the device, and param_offload="'
+                f'{self.param_offload}" moves them off it: that needs zero_stage=3. Use that, or param_offload="none".'
+            )
+
     def _check_supported(self) -> None:
         if self.resume in (True, "require"):
             raise ConfigError(f"resume={self.resume!r} is not supported yet; use None or False.")
         defaults = {f.name: f.default for f in fields(type(self))}
-        later = ("zero_stage", "mesh", "mp_policy")
         if self.update not in ("deferred", "blocking"):
             raise ConfigError(f'update={self.update!r} is not supported yet; use "deferred" or "blocking".')
         if self.grad_offload != "cpu":
             raise ConfigError(f'grad_offload={self.grad_offload!r} is not supported yet; use "cpu".')
-        for name in (*later, "weights", "init_fn", "durability", "cpu_budget"):
+        for name in ("weights", "init_fn", "durability", "cpu_budget"):
             if getattr(self, name) != defaults[name]:
                 raise ConfigError(f"{name}={getattr(self, name)!r} is not supported yet; leave it out.")
 

@@ -5,6 +5,8 @@ Its twin, SimDevice, keeps every copy until its stream is waited for.
 
 import ctypes
 import re
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,6 +25,12 @@ class Device(Protocol):
 
     def synchronize(self) -> None:
         """Return once everything queued on the user's stream has run."""
+
+    def mark(self) -> Callable[[], None]:
+        """Return what blocks any thread until what is queued on the user's stream now has run."""
+
+    def background(self) -> AbstractContextManager[None]:
+        """Queue what a thread of ours does beside the user's stream; at the end it has run."""
 
     def register(self, address: int, nbytes: int) -> str:
         """Make host memory known to the device; return how that went, in words."""
@@ -95,6 +103,14 @@ class HostDevice:
     def synchronize(self) -> None:
         """Do nothing."""
 
+    def mark(self) -> Callable[[], None]:
+        """Nothing is ever queued."""
+        return lambda: None
+
+    def background(self) -> AbstractContextManager[None]:
+        """Nothing is ever queued."""
+        return nullcontext()
+
     def register(self, address: int, nbytes: int) -> str:
         """Do nothing."""
         return "not needed"
@@ -130,6 +146,7 @@ class CudaDevice:
         self._device = device
         self._registered: list[int] = []
         self._streams = [torch.cuda.Stream(device) for _ in range(num_threads)]  # type: ignore[no-untyped-call]
+        self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._array = ffi.new("void *[]", [ffi.cast("void *", s.cuda_stream) for s in self._streams])
         copy = "int (*)(void *, const void *, size_t, int, void *)"
         self.handle = ffi.new(
@@ -146,6 +163,19 @@ class CudaDevice:
     def synchronize(self) -> None:
         """Wait for the current stream: gradients and parameters are then as the loop left them."""
         torch.cuda.current_stream(self._device).synchronize()
+
+    def mark(self) -> Callable[[], None]:
+        """Record an event."""
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+        return event.synchronize
+
+    @contextmanager
+    def background(self) -> Iterator[None]:
+        """Use a stream of our own."""
+        with torch.cuda.device(self._device), torch.cuda.stream(self._side):
+            yield
+            self._side.synchronize()
 
     def register(self, address: int, nbytes: int) -> str:
         """Page-lock the pool for the device; best effort."""

@@ -40,3 +40,7 @@ class CorruptionError(StorageError):
 
 class PeerError(NvoffloadError):
     """Another rank failed; its message is repeated here."""
+
+
+class Stopped(NvoffloadError):
+    """The model is closing while something waits for other ranks. Stays between our own threads."""

@@ -5,29 +5,19 @@ Keeps norm, finite flag and marks; folds what lands; never updates a parameter.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from nvoffload import native, shims
+from nvoffload import shims
 from nvoffload.errors import UsageError
+from nvoffload.sums import LANDING_DTYPES, Peers, Sums, land
 
 _aten: Any = torch.ops.aten
 _TENSOR: Any = torch.Tensor
-_C_DTYPES = {torch.float32: "NVO_F32", torch.bfloat16: "NVO_BF16"}
 _FLOAT_MAX = torch.finfo(torch.float32).max
-
-
-@dataclass(frozen=True, slots=True)
-class Sums:
-    """Of an accumulator's memory: sum of squares in double, largest magnitude, is every element finite?"""
-
-    squares: float = 0.0
-    largest: float = 0.0
-    is_finite: bool = True
 
 
 class Phase(Enum):
@@ -44,7 +34,7 @@ class Phase(Enum):
 
 
 class Accumulator:
-    """One parameter's gradient on the host: float32, in the parameter's memory order.
+    """One parameter's gradient on the host: float32, in the parameter's memory order; of several ranks, a piece.
 
     The gradient is `scale` times the memory, or zero if `is_zero`: edits are marks, folded by the next
     landing, so that they neither touch nor wait for memory that a pending update reads. Whatever
@@ -53,16 +43,20 @@ class Accumulator:
 
     def __init__(
         self,
-        memory: Tensor,  # 1D, float32, CPU, numel of the parameter
+        memory: Tensor,  # 1D, float32, CPU, numel of the piece
         *,
         name: str,
         shape: Sequence[int],
         stride: Sequence[int],
         device: torch.device,
         before_write: Callable[[], None],
+        piece: range | None = None,
+        peers: Peers | None = None,
     ) -> None:
+        """`piece`: which elements of the parameter, in memory order, are kept here; None: all."""
         assert memory.dtype is torch.float32 and memory.is_contiguous() and memory.dim() == 1
-        assert memory.numel() == math.prod(shape), f"{memory.numel()} elements for shape {tuple(shape)}"
+        self.piece = piece if piece is not None else range(math.prod(shape))
+        assert memory.numel() == len(self.piece), f"{memory.numel()} elements for {self.piece}"
         self.name = name
         self.shape = tuple(shape)
         self.stride = tuple(stride)
@@ -73,13 +67,23 @@ class Accumulator:
         self.generation = 0  # of handles: those of an earlier one are gone
         self._sums = Sums()
         self._before_write = before_write
-        self._view = memory.as_strided(self.shape, self.stride)
+        self._memory = memory
+        self._peers = peers
         self._handle: OffloadedGradient | None = None
 
     @property
     def address(self) -> int:
-        """Where the memory starts."""
-        return self._view.data_ptr()
+        """Where the memory of the parameter's first element is, or would be before that of the piece."""
+        return self._memory.data_ptr() - self.piece.start * 4
+
+    @property
+    def sums(self) -> Sums:
+        """Of the memory: of the piece until `total` is known."""
+        return self._sums
+
+    def set_sums(self, total: Sums) -> None:
+        """Say what they are over all pieces."""
+        self._sums = total
 
     @property
     def is_finite(self) -> bool:
@@ -92,15 +96,24 @@ class Accumulator:
 
         Several landings before `publish` add up whatever `current` is.
         """
-        grad = self._arranged(grad)
+        self.land_piece(self._own(grad), current)
+
+    @torch.no_grad()
+    def land_piece(self, grad: Tensor, current: Tensor | None) -> None:
+        """Do what `land` does with the piece alone: 1D, on the host, float32 or bfloat16; `sums` are its own then."""
         if self.phase is Phase.LANDED or self._is_ours(current):
             self._fold(grad, is_fresh=self.is_zero)
             self.phase = Phase.LANDED if self.phase is Phase.LANDED else Phase.ADDED
             return
         if current is not None:
-            self.replace(current)
+            self._fold(self._own(current), is_fresh=True)
         self._fold(grad, is_fresh=current is None)
         self._end_handle(Phase.LANDED)
+
+    def drop_landed(self) -> None:
+        """What has landed was nothing, on any rank: `.grad` stays as it is."""
+        if self.phase is Phase.LANDED:
+            self.phase = Phase.EMPTY
 
     def publish(self) -> "OffloadedGradient | None":
         """Return the handle to set as `.grad`, or None if nothing has landed since the last call.
@@ -120,26 +133,34 @@ class Accumulator:
         if current is None:
             return None
         if not self._is_ours(current):
-            self.replace(current)
+            self._fold(self._own(current), is_fresh=True)
             self._end_handle(Phase.EMPTY)
         elif self.is_zero:
             self._before_write()
-            self._view.zero_()
+            self._memory.zero_()
             self._reset(Sums())
         return self.scale
 
     @torch.no_grad()
     def values(self) -> Tensor:
         """Return the gradient as a plain float32 tensor of the parameter's shape and stride, on its device."""
-        values = torch.empty_strided(self.shape, self.stride, dtype=torch.float32)
-        if self.is_zero:
-            return values.zero_().to(self.device)
-        return torch.mul(self._view, self.scale, out=values).to(self.device)
+        flat = torch.zeros(math.prod(self.shape), dtype=torch.float32)
+        if not self.is_zero:
+            torch.mul(self._memory, self.scale, out=flat[self.piece.start : self.piece.stop])
+            if self._peers is not None:
+                flat = self._peers.whole(flat)
+        return flat.as_strided(self.shape, self.stride).to(self.device)
 
     @torch.no_grad()
     def replace(self, values: Tensor) -> None:
         """Set the memory to a gradient from elsewhere; marks end."""
-        self._fold(self._arranged(values), is_fresh=True)
+        self._fold(self._own(values), is_fresh=True)
+        self.total_sums()
+
+    def total_sums(self) -> None:
+        """Let all ranks know the sums over all pieces: norms and the finite check are the same on all then."""
+        if self._peers is not None:
+            self._sums = self._peers.total(self._sums)
 
     def norm(self, order: float) -> float | None:
         """Return the norm of order 2 or inf without reading the memory, None if that is not possible."""
@@ -166,36 +187,27 @@ class Accumulator:
 
     def _fold(self, grad: Tensor, *, is_fresh: bool) -> None:
         self._before_write()
-        self._reset(_land(self._view, grad, is_fresh=is_fresh, scale=self.scale))
+        self._reset(land(self._memory, grad, is_fresh=is_fresh, scale=self.scale))
 
-    def _arranged(self, grad: Tensor) -> Tensor:
-        """Return `grad` on the host in the memory order of the parameter, float32 or bfloat16."""
+    def _own(self, grad: Tensor) -> Tensor:
+        """Return the piece of `grad`, 1D."""
+        flat = self._arranged(grad).as_strided((math.prod(self.shape),), (1,))
+        return flat[self.piece.start : self.piece.stop]
+
+    def check(self, grad: Tensor) -> None:
+        """Raise UsageError for a gradient that can't be kept."""
         if grad.layout is not torch.strided:
             raise UsageError(f"{self.name} has a sparse gradient, which is not supported yet; use sparse=False.")
         assert tuple(grad.shape) == self.shape, f"{self.name}: a gradient of shape {tuple(grad.shape)}"
-        dtype = grad.dtype if grad.dtype in _C_DTYPES else torch.float32
+
+    def _arranged(self, grad: Tensor) -> Tensor:
+        """Return `grad` on the host in the memory order of the parameter, float32 or bfloat16."""
+        self.check(grad)
+        dtype = grad.dtype if grad.dtype in LANDING_DTYPES else torch.float32
         is_plain = type(grad) in (Tensor, torch.nn.Parameter) and not grad.is_neg()
         if is_plain and grad.device.type == "cpu" and grad.dtype is dtype and grad.stride() == self.stride:
             return grad
         return torch.empty_strided(self.shape, self.stride, dtype=dtype).copy_(grad)
-
-
-def _land(memory: Tensor, grad: Tensor, *, is_fresh: bool, scale: float) -> Sums:
-    """Write `grad`, or `scale` times the memory plus `grad`, to the memory in one pass; return its sums."""
-    if memory.numel() == 0:
-        return Sums()
-    sums = native.ffi.new("nvo_sums *")
-    code = native.lib.nvo_land(
-        native.ffi.cast("float *", memory.data_ptr()),
-        native.ffi.cast("void *", grad.data_ptr()),
-        getattr(native.lib, _C_DTYPES[grad.dtype]),
-        memory.numel(),
-        int(is_fresh),
-        scale,
-        sums,
-    )
-    native.check(code, "landing a gradient")
-    return Sums(sums.squares, sums.largest, bool(sums.finite))
 
 
 class OffloadedGradient(torch.Tensor):

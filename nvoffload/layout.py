@@ -5,6 +5,8 @@ Pure arithmetic on sizes; the one place that rounds. Opens nothing, knows no tor
 
 import hashlib
 import json
+from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -41,7 +43,8 @@ class ParameterSpec:
 class Flat:
     """A unit's parameters of one dtype and trainability end to end, each from a 64-byte boundary.
 
-    `item_bytes` of the fetched part, `low_bytes` of the remainder, per element.
+    `item_bytes` of the fetched part, `low_bytes` of the remainder, per element. Rank r owns the elements
+    from r * shard_numel on, as far as there are some; gathered, it takes `gathered_bytes`.
     """
 
     unit: int
@@ -52,12 +55,21 @@ class Flat:
     params: tuple[int, ...]
     starts: tuple[int, ...]
     numel: int
+    shard_numel: int
+    num_ranks: int = 1
 
     @classmethod
     def of(
-        cls, specs: Sequence[ParameterSpec], params: Sequence[int], *, unit: int, item_bytes: int, is_trainable: bool
+        cls,
+        specs: Sequence[ParameterSpec],
+        params: Sequence[int],
+        *,
+        unit: int,
+        item_bytes: int,
+        is_trainable: bool,
+        num_ranks: int = 1,
     ) -> "Flat":
-        """Lay `params` (indices into `specs`, one dtype) end to end."""
+        """Lay `params` (indices into `specs`, one dtype) end to end; shards end at 64-byte boundaries too."""
         step = max(1, PARAMETER_START_BYTES // item_bytes)
         starts, end = [], 0
         for index in params:
@@ -65,7 +77,32 @@ class Flat:
             end += round_up(specs[index].numel, step)
         low_bytes = 2 if is_trainable and specs[params[0]].dtype == "bfloat16" else 0
         dtype = specs[params[0]].dtype
-        return cls(unit, dtype, item_bytes, low_bytes, is_trainable, tuple(params), tuple(starts), end)
+        shard = round_up(-(-end // num_ranks), step)
+        return cls(
+            unit, dtype, item_bytes, low_bytes, is_trainable, tuple(params), tuple(starts), end, shard, num_ranks
+        )
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Length in gathered memory: the shards of all ranks, rounded up to ALIGN."""
+        return round_up(self.shard_numel * self.num_ranks * self.item_bytes, ALIGN)
+
+    @property
+    def shard_bytes(self) -> int:
+        """Length of one rank's shard in gathered memory."""
+        return self.shard_numel * self.item_bytes
+
+    def shard_of(self, rank: int) -> range:
+        """Return the elements that a rank owns: fewer, or none, at the end of the flat."""
+        start = min(self.numel, rank * self.shard_numel)
+        return range(start, min(self.numel, start + self.shard_numel))
+
+    def piece_of(self, param: int, numel: int, rank: int) -> range:
+        """Return which of the `numel` elements of `param`, one of the flat's, a rank owns."""
+        start = self.starts[self.params.index(param)]
+        shard = self.shard_of(rank)
+        low = min(max(0, shard.start - start), numel)
+        return range(low, max(low, min(numel, shard.stop - start)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +117,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """A piece of a flat: the grain of updates, checksums and slots. Bytes are padded to align."""
+    """A piece of a flat's shard: the grain of updates, checksums and slots. Bytes are padded to align."""
 
     flat: int
     numel: int
@@ -134,9 +171,10 @@ class Zone:
 
 @dataclass(frozen=True)
 class Layout:
-    """How one store cuts its parameters. Frozen by the first commit; never derived again.
+    """How one rank's store cuts its parameters. Frozen by the first commit; never derived again.
 
-    Flats stand in the order of units, tiles in that of flats.
+    Flats stand in the order of units, tiles in that of flats. Specs, flats and gathered memory are the
+    same on all ranks, tiles those of `rank` alone.
     """
 
     align: int
@@ -145,12 +183,15 @@ class Layout:
     flats: tuple[Flat, ...]
     tiles: tuple[Tile, ...]
     units: tuple[UnitSpec, ...]
+    rank: int = 0
+    num_ranks: int = 1
 
     @cached_property
     def digest(self) -> str:
         """Hash of everything that decides where bytes are and what they mean.
 
-        The cuts between units are in it: each flat names its unit.
+        The cuts between units and ranks are in it: each flat names its unit and shards. So it is the same
+        on all ranks.
         """
         facts = [
             self.align,
@@ -179,6 +220,18 @@ class Layout:
             for param, start in zip(self.flats[flat].params, self.flats[flat].starts, strict=True)
         }
 
+    def piece_of(self, param: int) -> range:
+        """Return which elements of a parameter, in memory order, this rank owns."""
+        return self._pieces[param]
+
+    @cached_property
+    def _pieces(self) -> dict[int, range]:
+        return {
+            param: flat.piece_of(param, self.specs[param].numel, self.rank)
+            for flat in self.flats
+            for param in flat.params
+        }
+
     def param_zone(self, base: int) -> Zone:
         """Return the zone of all tiles' parameter extents, from `base` on."""
         return pack_zone(base, range(len(self.tiles)), [tile.param_bytes for tile in self.tiles])
@@ -203,51 +256,46 @@ def pack_zone(base: int, tiles: Sequence[int], lengths: Sequence[int]) -> Zone:
     return Zone(base, end, tuple(tiles), tuple(offsets))
 
 
-def cut_tiles(flats: Sequence[Flat], specs: Sequence[ParameterSpec], tile_numel: int) -> tuple[Tile, ...]:
-    """Cut each flat into tiles of `tile_numel` elements, the last one shorter."""
+def cut_tiles(
+    flats: Sequence[Flat], specs: Sequence[ParameterSpec], tile_numel: int, rank: int = 0
+) -> tuple[Tile, ...]:
+    """Cut a rank's shard of each flat into tiles of `tile_numel` elements, the last one shorter."""
     tiles = []
     for index, flat in enumerate(flats):
-        for start in range(0, flat.numel, tile_numel):
-            numel = min(tile_numel, flat.numel - start)
-            tiles.append(_tile(index, flat, start, numel))
-    return _with_segments(tiles, flats, specs, tile_numel)
+        shard = flat.shard_of(rank)
+        for start in shard[::tile_numel]:
+            end = min(start + tile_numel, shard.stop)
+            tiles.append(_tile(index, flat, end - start, _segments(flat, specs, start, end)))
+    return tuple(tiles)
 
 
-def _tile(index: int, flat: Flat, start: int, numel: int) -> Tile:
+def _tile(index: int, flat: Flat, numel: int, segments: tuple[Segment, ...]) -> Tile:
     return Tile(
         flat=index,
         numel=numel,
         fetched_bytes=round_up(numel * flat.item_bytes, ALIGN),
         remainder_bytes=round_up(numel * flat.low_bytes, ALIGN),
         word_bytes=round_up(numel * 4, ALIGN) if flat.is_trainable else 0,
-        segments=(),
+        segments=segments,
     )
 
 
-def _with_segments(
-    tiles: list[Tile], flats: Sequence[Flat], specs: Sequence[ParameterSpec], tile_numel: int
-) -> tuple[Tile, ...]:
-    cut: list[list[Segment]] = [[] for _ in tiles]
-    first_tile = 0
-    for flat in flats:
-        for param, start in zip(flat.params, flat.starts, strict=True):
-            done = 0
-            while done < specs[param].numel:
-                position, tile_start = divmod(start + done, tile_numel)
-                numel = min(specs[param].numel - done, tile_numel - tile_start)
-                cut[first_tile + position].append(Segment(param, tile_start, numel, done))
-                done += numel
-        first_tile += -(-flat.numel // tile_numel)
-    return tuple(
-        Tile(t.flat, t.numel, t.fetched_bytes, t.remainder_bytes, t.word_bytes, tuple(segments))
-        for t, segments in zip(tiles, cut, strict=True)
-    )
+def _segments(flat: Flat, specs: Sequence[ParameterSpec], start: int, end: int) -> tuple[Segment, ...]:
+    """Return what lies in the elements [start, end) of a flat."""
+    found = []
+    for position in range(max(0, bisect_right(flat.starts, start) - 1), bisect_left(flat.starts, end)):
+        param, begin = flat.params[position], flat.starts[position]
+        low, high = max(start, begin), min(end, begin + specs[param].numel)
+        if low < high:
+            found.append(Segment(param, low - start, high - low, low - begin))
+    return tuple(found)
 
 
 def lay_units(
-    names: Sequence[str], kept: Sequence[bool], flats: Sequence[Flat], tile_numel: int
+    names: Sequence[str], kept: Sequence[bool], flats: Sequence[Flat], tiles: Sequence[Tile]
 ) -> tuple[UnitSpec, ...]:
     """Return one unit per name, over the flats that carry its index; flats stand in the order of units."""
+    num_tiles = Counter(tile.flat for tile in tiles)
     assert [flat.unit for flat in flats] == sorted(flat.unit for flat in flats)
     units, end_tile = [], 0
     for index, (name, is_kept) in enumerate(zip(names, kept, strict=True)):
@@ -255,18 +303,18 @@ def lay_units(
         offsets, nbytes, first_tile = [], 0, end_tile
         for flat in (flats[i] for i in mine):
             offsets.append(nbytes)
-            nbytes += round_up(flat.numel * flat.item_bytes, ALIGN)
-            end_tile += -(-flat.numel // tile_numel)
+            nbytes += flat.gathered_bytes
+        end_tile += sum(num_tiles[i] for i in mine)
         params = sorted(param for i in mine for param in flats[i].params)
-        tiles = range(first_tile, end_tile)
-        units.append(UnitSpec(name, tuple(mine), tuple(offsets), tiles, tuple(params), nbytes, is_kept))
+        own = range(first_tile, end_tile)
+        units.append(UnitSpec(name, tuple(mine), tuple(offsets), own, tuple(params), nbytes, is_kept))
     return tuple(units)
 
 
 def choose_tile_numel(flats: Sequence[Flat], buffer_bytes: int | None) -> int:
     """Return elements per tile: a multiple of align, at most buffer_bytes / 16 and 1 Mi."""
     if buffer_bytes is None:
-        largest = max((flat.numel for flat in flats), default=0)
+        largest = max((flat.shard_numel for flat in flats), default=0)
         return min(TILE_NUMEL_MAX, max(ALIGN, round_up(largest, ALIGN)))
     least = BUFFER_BYTES_PER_ELEMENT * ALIGN
     if buffer_bytes < least:

@@ -120,8 +120,8 @@ def _trainable(layout: Layout) -> list[Tile]:
 
 
 def gradient_bytes(layout: Layout) -> int:
-    """Return what float32 accumulators of everything trainable take."""
-    return sum(4 * layout.specs[p].numel for flat in layout.flats if flat.is_trainable for p in flat.params)
+    """Return what float32 accumulators of everything trainable that a rank owns take."""
+    return sum(4 * len(layout.piece_of(p)) for flat in layout.flats if flat.is_trainable for p in flat.params)
 
 
 def largest_gradient_bytes(layout: Layout) -> int:

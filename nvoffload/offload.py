@@ -7,8 +7,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from pathlib import Path
+from contextlib import ExitStack, contextmanager, nullcontext
 from types import TracebackType
 from typing import Any, Self, TypeVar, cast
 
@@ -16,19 +15,16 @@ import torch
 from torch import nn
 
 from nvoffload import native
-from nvoffload.backend import threads_of
-from nvoffload.config import Io, OffloadConfig, PathLike, Size, nearest, parse_size, resolve
-from nvoffload.device import open_device
+from nvoffload.config import Io, OffloadConfig, PathLike, Size, nearest, resolve
 from nvoffload.errors import ConfigError, UsageError
-from nvoffload.ledger import Traffic, homes_of, store_bytes
+from nvoffload.ledger import Traffic
+from nvoffload.opening import find_peers, open_session, prepare
 from nvoffload.parameter import OffloadedParameter
-from nvoffload.partition import Cut, build_layout, cut_units, named_parameters, owners_of
-from nvoffload.plan import Plan, choose_memory, make_plan
+from nvoffload.partition import Cut, owners_of
+from nvoffload.plan import Plan
 from nvoffload.runtime import Runtime
 from nvoffload.session import Session
 from nvoffload.stats import OffloadStats
-from nvoffload.store import sweep
-from nvoffload.swapfile import check_folder, check_space
 from nvoffload.unit import Binding, Unit
 
 log = logging.getLogger("nvoffload")
@@ -141,6 +137,9 @@ def offload(
     units: Any = None,
     name: str | None = None,
     device: torch.device | str | None = None,
+    zero_stage: int | None = None,
+    mesh: Any = None,
+    mp_policy: Any = None,
     verify: bool | None = None,
     config: OffloadConfig | Mapping[str, Any] | PathLike | None = None,
     **others: Any,
@@ -152,6 +151,11 @@ def offload(
     device that are read on demand; inside the forward and backward of their unit (`units`: what is
     brought together) they are plain tensors. Build the optimizer after this call, with nvoffload.optim.
 
+    With torch.distributed initialised, all ranks of `mesh` (a process group or a DeviceMesh of one
+    dimension; default all) call this with the same model and arguments, and share it: each keeps and
+    updates 1/n of everything, gradients are averaged. zero_stage 3 gathers parameters when they are
+    used; 1 and 2 keep them whole, with param_offload="none". The values are those of the first rank.
+
     Raises ConfigError for arguments and models that can't work, MachineError for too little space or
     memory, UsageError for a module that is offloaded already; nothing is left behind then.
     """
@@ -159,8 +163,7 @@ def offload(
     for key in others:
         if key not in known:
             raise ConfigError(f"offload() has no argument {key!r}.{nearest(key, known)}")
-    chosen = resolve(
-        config,
+    arguments = dict(
         param_offload=param_offload,
         optimizer_offload=optimizer_offload,
         nvme_path=nvme_path,
@@ -175,43 +178,39 @@ def offload(
         units=units,
         name=name,
         device=device,
+        zero_stage=zero_stage,
+        mesh=mesh,
+        mp_policy=mp_policy,
         verify=verify,
         **others,
     )
-    return _offload(module, chosen)
+    return _offload(module, arguments, config)
 
 
-def _offload(module: M, chosen: OffloadConfig) -> M:
-    folder = check_folder(cast("Path | None", chosen.nvme_path)) if chosen.uses_disk else None
-    if not isinstance(module, nn.Module):
-        raise ConfigError(f"offload() takes an nn.Module, not {type(module).__name__}.")
-    _check_unowned(module)
-    if chosen.device is not None:
-        module.to(_usable_device(chosen.device))
-    params = named_parameters(module)
-    torch_device = _device_of(params)
-    if chosen.optimizer_offload == "none" and torch_device.type != "cpu":
-        raise ConfigError('optimizer_offload="none" on a CUDA device is not supported yet; use "cpu" or "nvme".')
-    buffer_bytes = None if chosen.buffer_size is None else parse_size(chosen.buffer_size, "buffer_size")
-    cuts = cut_units(module, params, chosen.units)
-    layout = build_layout(params, buffer_bytes, cuts)
-    frames = choose_memory(chosen, layout)
-    plan, count = make_plan(chosen, layout, frames, torch_device)
-    if folder is not None:
-        sweep(folder, chosen.name, layout, resume=chosen.resume)
-        check_space(folder, store_bytes(layout, homes_of(chosen)), "this model with AdamW states")
-    session = Session(
-        chosen,
-        layout,
-        folder=folder,
-        buffer_count=count,
-        num_frames=frames,
-        device=open_device(torch_device, threads_of(chosen)),
-        torch_device=torch_device,
+def _offload(module: M, arguments: dict[str, Any], config: Any) -> M:
+    given = (
+        config if isinstance(config, Mapping) else {name: getattr(config, name, None) for name in ("mesh", "device")}
     )
+    mesh, device = (arguments.get(name) or given.get(name) for name in ("mesh", "device"))
+    peers = find_peers(module, mesh, device)
     try:
-        _attach(module, params, session, cuts, plan)
-    except BaseException:
+        with peers.agreeing() if peers else nullcontext():
+            chosen = resolve(config, **arguments)
+            if not isinstance(module, nn.Module):
+                raise ConfigError(f"offload() takes an nn.Module, not {type(module).__name__}.")
+            _check_unowned(module)
+            prepared = prepare(module, chosen, peers)
+        session, plan = open_session(prepared, peers)
+    except BaseException as error:
+        if peers is not None:
+            peers.fail(error)
+            peers.close()
+        raise
+    try:
+        _attach(module, prepared.params, session, prepared.cuts, plan)
+    except BaseException as error:
+        if peers is not None:
+            peers.fail(error)
         session.end(is_clean=True)
         raise
     for line in plan.lines():
@@ -233,7 +232,7 @@ def _attach(
     # units are on it, so that an I/O error before leaves the module as it was.
     is_copied = not session.config.uses_disk
     for done, unit in enumerate(session.units):
-        session.fill(unit, {i: tensors[i].data_ptr() for i in unit.spec.params})
+        session.fill(unit, {i: tensors[i] for i in unit.spec.params})
         if is_copied:
             _adopt(session, unit, tensors, owners, modules)
         show(done + 1, len(session.units))
@@ -283,8 +282,7 @@ def _retire(original: nn.Parameter, session: Session, unit: Unit, index: int) ->
     wrapper = session.wrappers[index]
     vars(wrapper).update({name: value for name, value in vars(original).items() if name not in vars(wrapper)})
     if original.grad is not None and index in session.accumulators:
-        session.land(index, original.grad)
-        session.publish()
+        session.landing.adopt(index, original.grad)
     original.grad = None
     original.data = unit.blank(index)
     original.offloaded_as = session.layout.specs[index].name  # type: ignore[attr-defined]
@@ -302,26 +300,6 @@ def _check_unowned(module: nn.Module) -> None:
                 f"{name} is offloaded already. Offload once, at the top; to do it anew build the model again, and "
                 "close this one: model.close()."
             )
-
-
-def _usable_device(device: Any) -> torch.device:
-    try:
-        usable = torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        raise ConfigError(f"device={device!r} is unknown: {error}") from None
-    if usable.type not in ("cpu", "cuda"):
-        raise ConfigError(f"device={device!r} is not supported; parameters must be on a CPU or a CUDA device.")
-    return usable
-
-
-def _device_of(params: Mapping[str, nn.Parameter]) -> torch.device:
-    devices = {param.device: name for name, param in params.items()}
-    if len(devices) > 1:
-        (first, a), (second, b) = list(devices.items())[:2]
-        raise ConfigError(
-            f"{a} is on {first} and {b} on {second}; offload() needs one device. Pass device=... or call .to()."
-        )
-    return next(iter(devices), torch.device("cpu"))
 
 
 def progress(what: str) -> Callable[[int, int], None]:

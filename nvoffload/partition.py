@@ -127,26 +127,45 @@ def cut_units(module: nn.Module, params: dict[str, nn.Parameter], units: Any = "
     return sorted(cuts, key=lambda cut: cut.params[0])
 
 
-def build_layout(params: dict[str, nn.Parameter], buffer_bytes: int | None, cuts: Sequence[Cut]) -> Layout:
-    """Return the layout of `params`, one unit per cut; raise ConfigError naming one that cannot be stored."""
+def build_layout(
+    params: dict[str, nn.Parameter],
+    buffer_bytes: int | None,
+    cuts: Sequence[Cut],
+    *,
+    rank: int = 0,
+    num_ranks: int = 1,
+) -> Layout:
+    """Return a rank's layout of `params`, one unit per cut; raise ConfigError naming one that cannot be stored."""
     for name, param in params.items():
         _check(name, param)
     _check_overlap(params)
     specs = [
         ParameterSpec(name, tuple(p.shape), tuple(p.stride()), _dtype_name(p), p.numel()) for name, p in params.items()
     ]
-    flats = [flat for unit, cut in enumerate(cuts) for flat in _flats(unit, cut, list(params.values()), specs)]
+    flats = [
+        flat for unit, cut in enumerate(cuts) for flat in _flats(unit, cut, list(params.values()), specs, num_ranks)
+    ]
     tile_numel = choose_tile_numel(flats, buffer_bytes)
-    units = lay_units([cut.name for cut in cuts], [cut.is_kept for cut in cuts], flats, tile_numel)
-    return Layout(ALIGN, tile_numel, tuple(specs), tuple(flats), cut_tiles(flats, specs, tile_numel), units)
+    tiles = cut_tiles(flats, specs, tile_numel, rank)
+    units = lay_units([cut.name for cut in cuts], [cut.is_kept for cut in cuts], flats, tiles)
+    return Layout(ALIGN, tile_numel, tuple(specs), tuple(flats), tiles, units, rank, num_ranks)
 
 
-def _flats(unit: int, cut: Cut, params: Sequence[nn.Parameter], specs: Sequence[ParameterSpec]) -> list[Flat]:
+def _flats(
+    unit: int, cut: Cut, params: Sequence[nn.Parameter], specs: Sequence[ParameterSpec], num_ranks: int
+) -> list[Flat]:
     groups: dict[tuple[torch.dtype, bool], list[int]] = {}
     for index in cut.params:
         groups.setdefault((params[index].dtype, params[index].requires_grad), []).append(index)
     return [
-        Flat.of(specs, indices, unit=unit, item_bytes=params[indices[0]].element_size(), is_trainable=is_trainable)
+        Flat.of(
+            specs,
+            indices,
+            unit=unit,
+            item_bytes=params[indices[0]].element_size(),
+            is_trainable=is_trainable,
+            num_ranks=num_ranks,
+        )
         for (_, is_trainable), indices in groups.items()
     ]
 

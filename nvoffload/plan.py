@@ -87,8 +87,13 @@ def choose_memory(config: OffloadConfig, layout: Layout) -> int:
     return choose_frames(max(framed, default=0), kept_bytes, len(framed), budget)
 
 
-def make_plan(config: OffloadConfig, layout: Layout, num_frames: int, device: torch.device) -> tuple[Plan, int]:
-    """Return the plan and the buffer count (0: no pool); raise ConfigError if they can't fit."""
+def make_plan(
+    config: OffloadConfig, layout: Layout, num_frames: int, device: torch.device, num_local: int = 1
+) -> tuple[Plan, int]:
+    """Return the plan and the buffer count (0: no pool); raise ConfigError if they can't fit.
+
+    `num_local` ranks share this machine's memory.
+    """
     buffer_bytes = BUFFER_BYTES_PER_ELEMENT * layout.tile_numel
     count = 0
     framed = [unit.nbytes for unit in layout.units if is_framed(unit, config)]
@@ -97,10 +102,10 @@ def make_plan(config: OffloadConfig, layout: Layout, num_frames: int, device: to
             layout.tile_numel,
             len(layout.tiles),
             config.io.queue_depth * config.io.block_bytes,
-            available_memory_bytes(),
+            available_memory_bytes() // num_local,
             max(framed, default=0) if config.param_offload == "nvme" else 0,
         )
-        check_affordable(count, buffer_bytes)
+        check_affordable(count * num_local, buffer_bytes)
     frame_bytes = max(framed, default=0)
     gathered = sum(unit.nbytes for unit in layout.units) - sum(framed) + num_frames * frame_bytes
     host = ledger.host_param_bytes(

@@ -2,6 +2,11 @@
 
 What to bring and what to give up is asked of `schedule`; what an update takes, of `update`.
 
+Note [Same on all ranks]: with several ranks every decision follows from the order of events and steps, never
+from what has arrived, for each starts a collective. An arrival is noted only where somebody waits for it.
+A program that skips events that others may have runs them here before it goes on (`catch_up`), unseen: the
+unit is gathered as if used, and closing it adds zeros to its reduction.
+
 Note [Turnaround]: nothing is released when a forward ends, only when its frame is wanted. So the last
 units of forward are still there for the first of backward, and the first ones for the next forward.
 """
@@ -12,22 +17,24 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from nvoffload.backend import Backend
+from nvoffload.collectives import Collectives, Handle
 from nvoffload.errors import UsageError
 from nvoffload.interrupts import Held
 from nvoffload.layout import UnitSpec
 from nvoffload.mover import Job
-from nvoffload.schedule import Schedule
+from nvoffload.schedule import BACKWARD, CLOSE, FORWARD, Event, Schedule
 from nvoffload.unit import Place, State, Unit
 from nvoffload.update import Pending, Updates
 
 
 @dataclass
 class Stalls:
-    """Seconds that the training thread waited for a unit: for the disk, a commit, or kernels."""
+    """Seconds that the training thread waited for a unit: for the disk, a commit, kernels, or other ranks."""
 
     disk_s: float = 0.0
     commit_s: float = 0.0
     kernel_s: float = 0.0
+    peer_s: float = 0.0
 
 
 class Residency:
@@ -45,6 +52,7 @@ class Residency:
         *,
         is_framed: Callable[[UnitSpec], bool],
         synchronize: Callable[[], None],
+        collectives: Collectives | None = None,
     ) -> None:
         self.lock = threading.RLock()
         self.units = units
@@ -55,19 +63,33 @@ class Residency:
         self._occupants: list[int | None] = [None] * len(frames)
         self._synchronize = synchronize
         self._is_framed = is_framed
+        self._collectives = collectives
+        self.close_unit: Callable[[Unit], None] = lambda unit: None  # a unit's backward is over: reduce its gradients
         backend.start_before = self._start_before
-        self.schedule = Schedule(len(units), [unit.number for unit in units if is_framed(unit.spec)])
+        order = [unit.number for unit in units if self._is_noted(unit.spec)]
+        self.schedule = Schedule(len(units), order, has_closes=collectives is not None)
+
+    def _is_noted(self, spec: UnitSpec) -> bool:
+        """Is the unit's use an event? Kept ones are there all the time, and so is, with one rank, what stands."""
+        if self._collectives is None:
+            return self._is_framed(spec)
+        return not spec.is_kept and spec.nbytes > 0
 
     # ---- needs
 
     def need(self, unit: Unit, *, is_backward: bool) -> None:
         """Return with the unit shown and pinned; `unneed` takes the pin back."""
+        if self._is_noted(unit.spec):
+            self.catch_up((unit.number, BACKWARD if is_backward else FORWARD))
+        self._need(unit, is_backward=is_backward, is_seen=True)
+
+    def _need(self, unit: Unit, *, is_backward: bool, is_seen: bool) -> None:
         with self.lock:
-            self._backend.check()
+            self.check()
             if unit.pins == 0:
                 self.check_unwritten(unit)
-            if self._is_framed(unit.spec):
-                self.schedule.note(unit.number, is_backward)
+            if self._is_noted(unit.spec):
+                self._note((unit.number, BACKWARD if is_backward else FORWARD), is_seen=is_seen)
             unit.pins += 1
         try:
             self._bring(unit)
@@ -75,13 +97,70 @@ class Residency:
             self.unneed(unit)
             raise
 
+    def _note(self, event: Event, *, is_seen: bool) -> None:
+        self.schedule.note(*event, is_seen=is_seen)
+        if self._collectives is not None:
+            self._collectives.position.events = self.schedule.digest
+
     def unneed(self, unit: Unit) -> None:
         """One user of the unit less; its memory stays as it is until it is wanted."""
         with self.lock:
             assert unit.pins > 0
             unit.pins -= 1
 
+    def check(self) -> None:
+        """Raise the first error, of this rank or another."""
+        self._backend.check()
+        if self._collectives is not None:
+            self._collectives.check()
+
+    def begin_pass(self, kind: str) -> None:
+        """A forward of the root begins."""
+        seen = None
+        if self._collectives is not None:
+            self._collectives.begin_pass(kind)
+            seen = self._collectives.any_of("pass", self.schedule.seen())
+        with self.lock:
+            self.schedule.begin_pass(kind, seen)
+
+    def catch_up(self, event: Event) -> None:
+        """Run unseen what is predicted before `event`, which comes now. With one rank there is no need."""
+        if self._collectives is None:
+            return
+        for number, kind in self.schedule.skipped(event):
+            if number < 0:
+                self._note((number, kind), is_seen=False)
+            elif kind != CLOSE:
+                self._need(self.units[number], is_backward=kind == BACKWARD, is_seen=False)
+                self.unneed(self.units[number])
+            elif not self.units[number].pins:
+                self._close(self.units[number], is_seen=False)
+
+    def has_visits(self, unit: Unit) -> bool:
+        """Do visits in backward bring the unit or reduce its gradients? Kept ones stay, and are reduced last."""
+        return unit.own_place is None or self._is_noted(unit.spec)
+
+    def close(self, unit: Unit) -> None:
+        """A visit of the unit in backward is over; its gradients are there."""
+        if self._collectives is not None and self._is_noted(unit.spec):
+            self.catch_up((unit.number, CLOSE))
+            self._close(unit, is_seen=True)
+
+    def _close(self, unit: Unit, *, is_seen: bool) -> None:
+        with self.lock:
+            self._note((unit.number, CLOSE), is_seen=is_seen)
+        self.close_unit(unit)
+
+    def pass_mark(self, mark: Event) -> None:
+        """A forward of the root, or a backward, ends: what it has skipped can't come any more."""
+        if self._collectives is not None:
+            self.catch_up(mark)
+            with self.lock:
+                self._note(mark, is_seen=True)
+
     def _bring(self, unit: Unit) -> None:
+        if self._collectives is not None:
+            self._start_own()
         blocker: Unit | None = unit
         while blocker is not None:
             with self.lock:
@@ -118,13 +197,18 @@ class Residency:
     def prefetch(self) -> None:
         """Start what will be needed next, as far as frames allow."""
         with self.lock:
-            for unit in self.units:
-                if unit.own_place is not None and unit.state is State.AWAY:
-                    self._start(unit, is_demand=False)
+            self._start_own()
             for number, frame in self.schedule.prefetches(self._occupants, self._pinned()):
                 occupant = self._occupants[frame]
                 if occupant is None or self._has_arrived(self.units[occupant]):
                     self._gather_into(self.units[number], frame, is_demand=False)
+
+    def _start_own(self) -> None:
+        """Start units that have a place of their own, all at the first chance: in whatever order they are used."""
+        with self.lock:
+            for unit in self.units:
+                if unit.own_place is not None and unit.state is State.AWAY:
+                    self._start(unit, is_demand=False)
 
     def _pinned(self) -> set[int]:
         return {unit.number for unit in self.units if unit.pins}
@@ -156,9 +240,13 @@ class Residency:
         )
 
     def _has_arrived(self, unit: Unit) -> bool:
-        """Note an arrival nobody waited for; False while it is on its way."""
+        """Note an arrival nobody waited for; False while it is on its way. See Note [Same on all ranks]."""
         mover = self._backend.mover
-        if unit.state is State.GATHERING and all(mover.has_come_to(job, is_ended=False) for job in unit.deliveries):
+        if (
+            self._collectives is None
+            and unit.state is State.GATHERING
+            and all(mover.has_come_to(job, is_ended=False) for job in unit.deliveries)
+        ):
             self._backend.check()
             unit.arrive()
         return unit.state is not State.GATHERING
@@ -180,7 +268,21 @@ class Residency:
         if rest:
             jobs.append(self.updates.fetch(rest, values, unit.spec.params, is_demand=is_demand))
         unit.gather(place, jobs)
+        self._exchange(unit)
         self._keep_jobs(unit, jobs)
+
+    def _exchange(self, unit: Unit) -> None:
+        """Ask for the other ranks' parts of a unit that is on its way; ours come first."""
+        if self._collectives is None:
+            return
+        jobs, mover = list(unit.deliveries), self._backend.mover
+
+        def before() -> None:
+            for job in jobs:
+                mover.wait(job, is_ended=False)
+
+        assert unit.place is not None
+        unit.collective = self._collectives.gather(unit.number, unit.pieces_in(unit.place), before)
 
     def _keep_jobs(self, unit: Unit, jobs: Iterable[Job]) -> None:
         mover = self._backend.mover
@@ -189,10 +291,22 @@ class Residency:
     # ---- waiting
 
     def wait_delivered(self, unit: Unit) -> None:
-        """Wait until the unit's values are where its jobs bring them."""
+        """Wait until the unit's values are where its jobs, and the other ranks', bring them."""
         self._wait(list(unit.deliveries), is_ended=False)
+        if unit.collective is not None:
+            self.wait_for(unit.collective)
         with self.lock:
-            self._has_arrived(unit)
+            if unit.state is State.GATHERING:
+                unit.arrive()
+
+    def wait_for(self, handle: Handle) -> None:
+        """Wait for a collective."""
+        assert self._collectives is not None
+        start_s = time.perf_counter()
+        try:
+            self._collectives.wait(handle)
+        finally:
+            self.stalls.peer_s += time.perf_counter() - start_s
 
     def _wait(self, jobs: Sequence[Job], *, is_ended: bool) -> None:
         mover = self._backend.mover
@@ -241,12 +355,31 @@ class Residency:
             unit.hide()
         with Held():
             jobs = self.updates.submit(unit.number, values, values_stand=unit.is_standing, is_demand=False)
-            if jobs and unit.state is State.GATHERED:
-                assert unit.place is not None
-                unit.gather(unit.place, jobs)
-            elif jobs and unit.place is not None:
-                unit.deliveries = [*unit.deliveries, *jobs]
+            self._renew(unit, jobs)
             self._keep_jobs(unit, jobs)
+
+    def _renew(self, unit: Unit, jobs: list[Job]) -> None:
+        """`jobs`, and those of other ranks, bring new values to where the unit is, if it has a place."""
+        if unit.place is None or (self._collectives is None and not jobs):
+            return
+        if unit.state is State.GATHERED:
+            unit.gather(unit.place, jobs)
+        else:
+            unit.deliveries = [*unit.deliveries, *jobs]
+        self._exchange(unit)
+
+    def renew(self, unit: Unit) -> None:
+        """This rank's part of a unit was written at home; let every rank have it where the unit is."""
+        with self.lock, Held():
+            if unit.state is State.SHOWN:
+                unit.hide()
+            self._renew(unit, [])
+
+    def forget(self, unit: Unit) -> None:
+        """Give up the copy of a framed unit whose values were written at home."""
+        with self.lock:
+            if unit.state is not State.AWAY and not unit.pins:
+                self._release(unit)
 
     def settle(self, unit: Unit, *, is_ended: bool) -> None:
         """Return once no job reads the unit's gradients any more, or, if `is_ended`, none of its jobs runs."""

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.utils import _pytree
 
+from nvoffload.schedule import FORWARD_END
 from nvoffload.session import Session
 from nvoffload.shims import graph_task_id, next_sequence_number, queue_end_of_backward, sequence_number
 from nvoffload.unit import Binding, Unit
@@ -41,6 +42,7 @@ class Visit:
         self.unit = unit
         self.task = -1  # of the backward it is open in
         self.is_open = False
+        self.entries: frozenset[int] = frozenset()  # numbers of the nodes that close it
         self.watches: list[Any] = []  # handles of what closes it
 
     def __del__(self) -> None:
@@ -50,19 +52,19 @@ class Visit:
 
 
 class BackwardEnd:
-    """Calls `end` once: when a backward has done everything else, or drops this because of an exception."""
+    """Calls `end` once: when a backward has done everything else, or, False, when an exception has ended it."""
 
-    def __init__(self, end: Callable[[], None]) -> None:
-        self._end: Callable[[], None] | None = end
+    def __init__(self, end: Callable[[bool], None]) -> None:
+        self._end: Callable[[bool], None] | None = end
 
-    def __call__(self) -> None:
+    def __call__(self, *, is_complete: bool = True) -> None:
         """The backward has come to its end."""
         end, self._end = self._end, None
         if end is not None:
-            end()
+            end(is_complete)
 
     def __del__(self) -> None:
-        self()
+        self(is_complete=False)
 
 
 class Runtime:
@@ -79,6 +81,7 @@ class Runtime:
     def hook_root(self, module: nn.Module) -> None:
         """Watch the forward of the whole model. Call it after `hook_unit`: the root comes first."""
         self._handles.append(module.register_forward_pre_hook(self._before_root, prepend=True))
+        self._handles.append(module.register_forward_hook(self._after_root))
 
     def hook_unit(self, unit: Unit, modules: Sequence[nn.Module]) -> None:
         """Watch the forwards that need `unit`, and the gradients of its stand-ins."""
@@ -103,10 +106,13 @@ class Runtime:
         if graph_task_id() != -1:
             return  # recomputed within a backward
         self._leave_interrupted(module)
-        with self._residency.lock:
-            self._residency.schedule.begin_pass("train" if torch.is_grad_enabled() else "eval")
+        self._residency.begin_pass("train" if torch.is_grad_enabled() else "eval")
         self._mark_iteration()
         self._residency.prefetch()
+
+    def _after_root(self, _module: nn.Module, _args: Any, _output: Any) -> None:
+        if graph_task_id() == -1:
+            self._residency.pass_mark(FORWARD_END)
 
     def _mark_iteration(self) -> None:
         if torch.is_grad_enabled() and graph_task_id() == -1:
@@ -141,7 +147,7 @@ class Runtime:
             if output is not None:
                 output = _without_aliases(unit, output)
             # What has a place of its own does not go away between forward and backward.
-            if output is not None and torch.is_grad_enabled() and unit.own_place is None:
+            if output is not None and torch.is_grad_enabled() and self._residency.has_visits(unit):
                 exits = {node for node in map(_node_of, _tensors(output)) if node is not None}
                 self._watch(Visit(unit), exits - entry.nodes, entry)
         finally:
@@ -160,7 +166,8 @@ class Runtime:
         if not exits:
             return
         for node in exits:
-            node.register_prehook(partial(self._open, visit))
+            node.register_prehook(partial(self._open, visit, sequence_number(node)))
+        visit.entries = frozenset(sequence_number(node) for node in entry.nodes)
         close = partial(self._close_seen, weakref.ref(visit))
         if entry.nodes:
             visit.watches = [node.register_prehook(close) for node in entry.nodes]
@@ -169,9 +176,11 @@ class Runtime:
 
     # ---- backward
 
-    def _open(self, visit: Visit, _grads: Any) -> None:
+    def _open(self, visit: Visit, number: int, _grads: Any) -> None:
         if visit.is_open:
             return
+        for other in [other for other in self._visits if number in other.entries]:
+            self._close(other)
         task = graph_task_id()
         self._await_end(task)
         self._residency.need(visit.unit, is_backward=True)
@@ -183,28 +192,30 @@ class Runtime:
         if visit is not None:
             self._close(visit)
 
-    def _close(self, visit: Visit) -> None:
+    def _close(self, visit: Visit, *, is_complete: bool = True) -> None:
         if visit.is_open:
             visit.is_open = False
             self._visits.remove(visit)
             self._residency.unneed(visit.unit)
+            if is_complete:
+                self._residency.close(visit.unit)
 
     def _await_end(self, task: int) -> None:
         if task not in self._tasks:
             self._tasks.add(task)
             queue_end_of_backward(BackwardEnd(partial(self._end_backward, task)))
 
-    def _end_backward(self, task: int) -> None:
+    def _end_backward(self, task: int, is_complete: bool) -> None:
         self._tasks.discard(task)
         for visit in [visit for visit in self._visits if visit.task == task]:
-            self._close(visit)
-        self._session.publish()
+            self._close(visit, is_complete=is_complete)
+        self._session.landing.publish(is_complete=is_complete)
 
     def _land(self, binding: Binding, stand_in: Tensor) -> None:
         grad, stand_in.grad = stand_in.grad, None
         assert grad is not None
         self._await_end(graph_task_id())
-        self._session.land(binding.wrapper.index, grad)
+        self._session.landing.land(binding.wrapper.index, grad)
 
 
 def _hear_gradient(binding: Binding, land: Callable[[Binding, Tensor], None]) -> Any:

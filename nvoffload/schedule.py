@@ -11,6 +11,12 @@ ever predicted beyond the end of a pass.
 Passes without a root forward (submodules called one by one) have no such mark. There an event that comes
 again, and does not stand ahead, starts the next pass.
 
+Note [Ranks]: several ranks have one order. A rank that comes to an event runs those predicted before it that
+it has `skipped`, unseen. Beside entries the order then has closes, of a unit's visit in backward, and marks
+(unit -1) where a forward of the root or a backward ends. What no rank has seen leaves the order: at once
+if it was seen elsewhere in the same pass, else after 8 passes, so that a unit that is left out now and then
+(LayerDrop) stays.
+
 Note [Replacement]: A demanded unit takes the frame whose occupant is used farthest in future (Belady). A
 unit gathered ahead takes the frame that it would take just before its use, while the unit before it is
 in use; if the occupant of that frame is still needed, it waits. To take another frame at once would cost
@@ -21,46 +27,89 @@ go through a single frame.
 
 import math
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 
 EVENTS_MAX = 1 << 20
+UNUSED_PASSES_MAX = 8
+FORWARD, BACKWARD, CLOSE = range(3)
 
-Event = tuple[int, bool]  # unit, is backward
+Event = tuple[int, int]  # unit, kind
+FORWARD_END: Event = (-1, FORWARD)
+BACKWARD_END: Event = (-1, BACKWARD)
 
 
 class Schedule:
     """Predicts the use of the units in `forward_order`, assumed so, and reversed in backward, until one is recorded."""
 
-    def __init__(self, num_units: int, forward_order: Sequence[int]) -> None:
+    def __init__(self, num_units: int, forward_order: Sequence[int], *, has_closes: bool = False) -> None:
         assert all(0 <= unit < num_units for unit in forward_order)
         assert len(set(forward_order)) == len(forward_order)
         self._forward_order = tuple(forward_order)
-        forward: list[Event] = [(unit, False) for unit in forward_order]
-        backward: list[Event] = [(unit, True) for unit in reversed(forward_order)]
+        forward: list[Event] = [(unit, FORWARD) for unit in forward_order]
+        kinds = (BACKWARD, CLOSE) if has_closes else (BACKWARD,)
+        backward: list[Event] = [(unit, kind) for unit in reversed(forward_order) for kind in kinds]
+        if has_closes:
+            forward.append(FORWARD_END)
+            backward.append(BACKWARD_END)
+        self._unused: Counter[tuple[str, Event]] = Counter()  # passes in a row in which no rank has seen it
         self._recorded = {"train": forward + backward, "eval": forward, "loose": forward + backward}
         self._last_uses = [0] * num_units  # a count of events
+        self._events: list[Event] = []
         self._num_events = 0
+        self.digest = 0  # of all events so far
         self._position = 0  # in what is expected, of the event predicted next
         self._start("loose")
 
-    def begin_pass(self, kind: str) -> None:
-        """Close the pass before, whose events now predict its kind, and start one of `kind`, "train" or "eval"."""
+    def begin_pass(self, kind: str, seen: Sequence[bool] | None = None) -> None:
+        """Close the pass before, whose events now predict its kind, and start one of `kind`, "train" or "eval".
+
+        `seen`: which events of the pass before some rank has seen; None: all.
+        """
         assert kind in ("train", "eval"), kind
+        if seen is not None:
+            self._drop_unseen(seen)
         self._record()
         self._start(kind)
 
-    def note(self, unit: int, is_backward: bool) -> None:
-        """Take down that the unit is entered now."""
-        event = (unit, is_backward)
+    def seen(self) -> list[bool]:
+        """Return which events of this pass the program has seen; the others were caught up."""
+        return list(self._seen_flags)
+
+    def _drop_unseen(self, seen: Sequence[bool]) -> None:
+        elsewhere = {event for event, is_seen in zip(self._events, seen, strict=True) if is_seen}
+        kept = []
+        for event, is_seen in zip(self._events, seen, strict=True):
+            key = (self._kind, event)
+            self._unused[key] = 0 if is_seen or event in elsewhere else self._unused[key] + 1
+            if is_seen or event[0] < 0 or (event not in elsewhere and self._unused[key] < UNUSED_PASSES_MAX):
+                kept.append(event)
+        self._events = kept
+
+    def skipped(self, event: Event) -> list[Event]:
+        """Return what is predicted before the next place of `event`: nothing if that isn't, or passes have no mark."""
+        if self._kind == "loose":
+            return []
+        try:
+            return self._expected[self._position : self._expected.index(event, self._position)]
+        except ValueError:
+            return []
+
+    def note(self, unit: int, kind: int, *, is_seen: bool = True) -> None:
+        """Take down that the unit is entered, or closed, now, or that a mark is passed."""
+        event = (unit, kind)
         if not self._advance(event) and self._kind == "loose" and event in self._seen:
             self._record()
             self._start("loose")
             self._advance(event)
         self._num_events += 1
-        self._last_uses[unit] = self._num_events
+        if unit >= 0 and kind != CLOSE:
+            self._last_uses[unit] = self._num_events
         self._seen.add(event)
+        self.digest = hash((self.digest, unit, kind))
         if len(self._events) < EVENTS_MAX:
             self._events.append(event)
+            self._seen_flags.append(is_seen)
 
     def next_use(self, unit: int) -> float:
         """Return in how many events, at least 1, the unit is predicted to be used next; inf if not in this pass."""
@@ -70,8 +119,8 @@ class Schedule:
         """Yield the units that are predicted for the rest of this pass, in order, each once."""
         seen = set()
         for position in range(self._position, len(self._expected)):
-            unit = self._expected[position][0]
-            if unit not in seen:
+            unit, kind = self._expected[position]
+            if kind != CLOSE and unit >= 0 and unit not in seen:
                 seen.add(unit)
                 yield unit
             if len(seen) == len(self._uses):
@@ -80,7 +129,7 @@ class Schedule:
     def first_uses(self) -> list[int]:
         """Return every unit in the forward order that the next training pass is predicted to have."""
         events = self._events if self._kind == "train" and self._events else self._recorded["train"]
-        forward = (unit for unit, is_backward in events if not is_backward)
+        forward = (unit for unit, kind in events if kind == FORWARD and unit >= 0)
         return list(dict.fromkeys([*forward, *self._forward_order]))
 
     def victim(self, frames: Sequence[int | None], pinned: Collection[int]) -> int | None:
@@ -155,8 +204,11 @@ class Schedule:
         self._kind = kind
         self._expected = self._recorded[kind]
         self._position = 0
-        self._events: list[Event] = []
+        self._events = []
+        self._seen_flags: list[bool] = []
         self._seen: set[Event] = set()
         self._uses: dict[int, list[int]] = {}
-        for position, (unit, _) in enumerate(self._expected):
+        for position, (unit, use) in enumerate(self._expected):
+            if use == CLOSE or unit < 0:
+                continue
             self._uses.setdefault(unit, []).append(position)

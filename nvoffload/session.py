@@ -16,15 +16,16 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from nvoffload.backend import Backend
-from nvoffload.buffers import Arena, Trimmer
+from nvoffload.collectives import Collectives
 from nvoffload.config import OffloadConfig
 from nvoffload.device import Device, Memory, Poison
 from nvoffload.errors import NvoffloadError, UsageError
-from nvoffload.gradient import Accumulator
-from nvoffload.layout import Layout, UnitSpec, round_up
-from nvoffload.ledger import NUM_ADAMW_WORDS, Traffic, homes_of, largest_gradient_bytes, training_traffic
+from nvoffload.landing import Landing
+from nvoffload.layout import Layout, UnitSpec
+from nvoffload.ledger import NUM_ADAMW_WORDS, Traffic, homes_of, training_traffic
 from nvoffload.mover import Group, Tiles, Work
 from nvoffload.parameter import OffloadedParameter, wrap
+from nvoffload.peers import Peers
 from nvoffload.residency import Residency
 from nvoffload.shims import graph_task_id
 from nvoffload.stats import OffloadStats
@@ -33,9 +34,6 @@ from nvoffload.update import Pending
 from nvoffload.values import Values
 
 log = logging.getLogger("nvoffload")
-GRADIENT_START = 16  # elements: each accumulator starts on a 64-byte boundary
-TRIM_SLACK_BYTES = 32 << 20  # at least
-TRIM_FROM_BYTES = 256 << 10  # what malloc takes from holes that small gradients leave
 RUN_AHEAD = 3  # generations that may be uncommitted when a step begins
 
 
@@ -52,14 +50,13 @@ class Session:
         num_frames: int,
         device: Device,
         torch_device: torch.device,
+        peers: Peers | None = None,
     ) -> None:
         self.config = config
         self.layout = layout
         self.torch_device = torch_device
         self.optimizers: dict[int, Any] = {}  # weak references, by parameter
         self.wrappers: dict[int, OffloadedParameter] = {}
-        self.accumulators: dict[int, Accumulator] = {}
-        self._landed: list[int] = []
         self._device = device
         self._steps = 0
         self._num_frames = num_frames
@@ -67,9 +64,12 @@ class Session:
         self._last_stats: OffloadStats | None = None
         self._memory: list[Memory] = []
         self._standing: dict[int, Memory] = {}  # of those, by unit
-        self._arenas: list[Arena] = []  # of gradients; freed with their last handle
-        self.backend = Backend(config, layout, folder=folder, buffer_count=buffer_count, device=device)
+        self.backend = Backend(config, layout, folder=folder, buffer_count=buffer_count, device=device, peers=peers)
+        self.collectives: Collectives | None = None
         try:
+            if peers is not None:
+                self.collectives = Collectives(peers, [spec.name for spec in layout.units], device)
+                self.backend.on_error, self.collectives.on_error = self.collectives.fail, self.backend.fail
             self._open(num_frames)
         except BaseException:
             self.backend.close(keep=False)
@@ -87,10 +87,23 @@ class Session:
             if not self._is_framed(unit.spec) and self.config.param_offload != "none":
                 unit.own_place = Place(self._allocate(max(1, unit.spec.nbytes)), 0)
         self.residency = Residency(
-            self.backend, self.units, frames, is_framed=self._is_framed, synchronize=self._device.synchronize
+            self.backend,
+            self.units,
+            frames,
+            is_framed=self._is_framed,
+            synchronize=self._device.synchronize,
+            collectives=self.collectives,
         )
-        self._trimmer = Trimmer(max(TRIM_SLACK_BYTES, largest_gradient_bytes(self.layout)))
-        self.values = Values(self.backend, self.residency, self.torch_device)
+        self.values = Values(self.backend, self.residency, self.torch_device, self.collectives)
+        self.landing = Landing(
+            self.residency,
+            self.layout,
+            self.wrappers,
+            device=self.torch_device,
+            collectives=self.collectives,
+            reduce_dtype=self.config.reduce_dtype,
+        )
+        self.accumulators = self.landing.accumulators
 
     def _is_framed(self, spec: UnitSpec) -> bool:
         return is_framed(spec, self.config)
@@ -101,9 +114,12 @@ class Session:
 
     # ---- birth
 
-    def fill(self, unit: Unit, values: Mapping[int, int]) -> None:
-        """Write a unit's values home: `values`, addresses of dense parameters, by number."""
-        self.backend.fill(unit.number, unit.spec, values)
+    def fill(self, unit: Unit, values: Mapping[int, Tensor]) -> None:
+        """Write a unit's values home, of several ranks those of the first: dense parameters, by number."""
+        if self.collectives is not None:
+            flats = [values[param].detach().as_strided((values[param].numel(),), (1,)) for param in unit.spec.params]
+            self.collectives.broadcast(unit.number, [flat.view(torch.uint8) for flat in flats if flat.numel()])
+        self.backend.fill(unit.number, unit.spec, {param: tensor.data_ptr() for param, tensor in values.items()})
 
     def adopt(self, unit: Unit, bindings: Sequence[Binding], values: Mapping[int, Tensor]) -> None:
         """Take the unit over: wrappers and stand-ins from now on, and, if it stands in memory, a place of its own."""
@@ -120,7 +136,7 @@ class Session:
                 for param in unit.spec.params:
                     unit.shown(param).copy_(values[param])
             unit.take_writes()
-        self._make_accumulators(unit, {b.wrapper.index: b.wrapper for b in bindings})
+        self.landing.make(unit)
         unit.register_wrappers(is_first=True)
 
     def wrapper_of(self, index: int, *, requires_grad: bool) -> OffloadedParameter:
@@ -141,26 +157,6 @@ class Session:
             )
         return self.wrappers[index]
 
-    def _make_accumulators(self, unit: Unit, wrappers: Mapping[int, OffloadedParameter]) -> None:
-        trainable = [p for p in unit.spec.params if wrappers[p].requires_grad]
-        sizes = [round_up(self.layout.specs[p].numel, GRADIENT_START) for p in trainable]
-        # Of its own mapping: in malloc's heap it would sit among parameters that are about to be freed.
-        arena = Arena(4 * max(1, sum(sizes)), is_forkable=True, is_touched=False)
-        memory = torch.frombuffer(arena.view(), dtype=torch.float32)
-        self._arenas.append(arena)
-        start = 0
-        for param, size in zip(trainable, sizes, strict=True):
-            spec = self.layout.specs[param]
-            self.accumulators[param] = Accumulator(
-                memory[start : start + spec.numel],
-                name=spec.name,
-                shape=spec.shape,
-                stride=spec.stride,
-                device=self.torch_device,
-                before_write=lambda: self.residency.settle(unit, is_ended=False),
-            )
-            start += size
-
     # ---- what a wrapper asks
 
     @property
@@ -176,23 +172,6 @@ class Session:
         """Replace a parameter's values. A bfloat16 master becomes exactly these."""
         self.values.write(index, values)
         increment_version([self.wrappers[index]])
-
-    # ---- gradients
-
-    def land(self, index: int, grad: Tensor) -> None:
-        """Add a gradient to the parameter's accumulator; `publish` makes it visible."""
-        self.accumulators[index].land(grad, self.wrappers[index].grad)
-        self._landed.append(index)
-        if grad.nbytes >= TRIM_FROM_BYTES:
-            self._trimmer.trim()
-
-    def publish(self) -> None:
-        """A backward has ended: let `.grad` show what has landed."""
-        landed, self._landed = self._landed, []
-        for index in dict.fromkeys(landed):
-            handle = self.accumulators[index].publish()
-            if handle is not None:
-                self.wrappers[index].grad = handle
 
     # ---- steps
 
@@ -224,6 +203,8 @@ class Session:
                     self.residency.capture(self.units[number], Pending(tiles, mine, tuple(groups), generation))
         increment_version([self.wrappers[work.param] for work in works])
         self._steps += 1
+        if self.collectives is not None:
+            self.collectives.position.steps = self._steps
         self._step_s += time.perf_counter() - start_s
 
     def finish_step(self) -> None:
@@ -293,7 +274,8 @@ class Session:
         lines.append(
             f"{stats.steps} steps; read {stats.read_bytes / 1e9:.3g} GB, wrote {stats.write_bytes / 1e9:.3g} GB; "
             f"waited {stats.wait_s:.3g} s: disk {stats.disk_wait_s:.3g}, commit {stats.commit_wait_s:.3g}, "
-            f"kernels {stats.kernel_wait_s:.3g}; {stats.overlap:.0%} of the disk's time ran under compute"
+            f"kernels {stats.kernel_wait_s:.3g}, ranks {stats.peer_wait_s:.3g}; "
+            f"{stats.overlap:.0%} of the disk's time ran under compute"
         )
         return lines
 
@@ -321,6 +303,7 @@ class Session:
             disk_wait_s=stalls.disk_s,
             commit_wait_s=stalls.commit_s,
             kernel_wait_s=stalls.kernel_s,
+            peer_wait_s=stalls.peer_s,
             disk_busy_s=engine.busy_s if engine else 0.0,
             engine=backend.engine.name if backend.engine else "none",
             is_direct=bool(backend.store and backend.store.file.is_direct),
@@ -346,25 +329,18 @@ class Session:
         step, where = backend.committed_step, backend.run.folder.path if backend.run else None
         kept = wants and step >= 1
         self._last_stats = self.stats()
+        if self.collectives is not None:
+            self.collectives.close()
         if is_standing:
             if backend.has_failed:
                 backend.mover.stop()  # returns when no kernel runs
-            self._forget_gradients()
+            self.landing.forget()
             self._restore()
         if backend.close(keep=kept):
-            self._forget_gradients()
+            self.landing.forget()
             self._free_memory()
         if kept:
             log.warning("kept %s at committed step %d. To delete it: rm -r %s", where, step, where)
-
-    def _forget_gradients(self) -> None:
-        """Let go of the accumulators; a handle that somebody keeps lives on."""
-        for wrapper in self.wrappers.values():
-            wrapper.grad = None
-        for accumulator in self.accumulators.values():
-            accumulator.close()
-        self.accumulators.clear()
-        self._arenas.clear()
 
     def _restore(self) -> None:
         """Give a model whose parameters stayed in memory ordinary ones again."""

@@ -4,15 +4,18 @@ A torch release that moves one of them fails here by name. Holds no policy and n
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import Node
 
 from nvoffload.errors import MachineError
 
 _TENSOR: Any = torch.Tensor
+DEFAULT_TIMEOUT_S = 600.0
 _Made = TypeVar("_Made", bound=Tensor)
 
 # What reaches behind a tensor to its memory; a tensor without memory refuses these through __torch_function__.
@@ -127,6 +130,58 @@ def is_view(op: Any) -> bool:
     if torch.Tag.inplace_view in op.tags:
         return True
     return any(r.alias_info is not None and not r.alias_info.is_write for r in op._schema.returns)
+
+
+def prefixed(store: Any, name: str) -> Any:
+    """Return a part of a store of torch.distributed, in which keys are those of `name`."""
+    return _named(dist, "PrefixStore")(name, store)
+
+
+class HostGroup:
+    """Gloo between the ranks of `store`, apart from torch.distributed's own groups.
+
+    Those are named after the state of each process, which must then be the same everywhere; a group of a
+    model that is made and collected at other moments on other ranks can't rely on it.
+    """
+
+    def __init__(self, store: Any, name: str, rank: int, num_ranks: int, timeout_s: float) -> None:
+        make = _named(dist, "ProcessGroupGloo")
+        self._group = make(prefixed(store, name), rank, num_ranks, timedelta(seconds=timeout_s))
+
+    def gather(self, out: Tensor, own: Tensor) -> Any:
+        """Start an all-gather."""
+        return _named(self._group, "_allgather_base")(out, own)
+
+    def reduce(self, out: Tensor, given: Tensor) -> Any:
+        """Start a reduce-scatter."""
+        return _named(self._group, "_reduce_scatter_base")(out, given)
+
+    def sum(self, tensor: Tensor) -> Any:
+        """Start an all-reduce."""
+        return self._group.allreduce([tensor])
+
+    def broadcast(self, tensor: Tensor) -> Any:
+        """Start a broadcast from rank 0."""
+        return self._group.broadcast(tensor, 0)
+
+
+_OLD_NAMES = {"all_gather_single": "all_gather_into_tensor", "reduce_scatter_single": "reduce_scatter_tensor"}
+
+
+def distributed(name: str) -> Any:
+    """Return a collective of torch.distributed by its new name, also where torch has the old one."""
+    return getattr(dist, name, None) or _named(dist, _OLD_NAMES[name])
+
+
+def timeout_of(group: dist.ProcessGroup, device: torch.device) -> float:
+    """Return the seconds after which the group gives a collective up."""
+    for kind in (device, torch.device("cpu"), torch.device("cuda")):
+        try:
+            backend = _named(group, "_get_backend")(kind)
+        except RuntimeError:
+            continue  # it has none for this device
+        return float(backend.options._timeout.total_seconds())
+    return DEFAULT_TIMEOUT_S
 
 
 def map_tensors(change: Callable[[Tensor], Tensor], value: Any) -> Any:

@@ -30,6 +30,7 @@ class OffloadStats:
     disk_wait_s: float
     commit_wait_s: float
     kernel_wait_s: float
+    peer_wait_s: float
     disk_busy_s: float
     engine: str
     is_direct: bool
@@ -37,7 +38,7 @@ class OffloadStats:
     @property
     def wait_s(self) -> float:
         """Seconds the program waited, whatever for."""
-        return self.disk_wait_s + self.commit_wait_s + self.kernel_wait_s
+        return self.disk_wait_s + self.commit_wait_s + self.kernel_wait_s + self.peer_wait_s
 
     @property
     def overlap(self) -> float:

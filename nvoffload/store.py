@@ -66,10 +66,10 @@ class Store:
     def __init__(self, folder: RunFolder, name: str, layout: Layout, *, wants_direct: bool = True) -> None:
         self.name = name
         self.layout = layout
-        self.file = SwapFile(folder, f"{name}.r0.f0.swap", wants_direct=wants_direct)
+        self.file = SwapFile(folder, f"{name}.r{layout.rank}.f0.swap", wants_direct=wants_direct)
         try:
             self.file.extend(ALIGN)
-            header = Header(run_id=folder.run_id, rank=0, folder=0, digest=layout.digest)
+            header = Header(run_id=folder.run_id, rank=layout.rank, folder=0, digest=layout.digest)
             self.file.write(header.encode(), 0)
             self.param_zone = layout.param_zone(self.file.size)
             self._reserve(self.param_zone)
@@ -117,7 +117,10 @@ class Store:
 
 @dataclass
 class Run:
-    """The run folder of this process under one nvme_path: its stores share one manifest."""
+    """The run folder of this process under one nvme_path: its stores share one manifest.
+
+    `ranks` share the run, each with its own files.
+    """
 
     parent: Path
     folder: RunFolder
@@ -126,6 +129,8 @@ class Run:
     incarnation: int = 1
     committed: int = -1
     manifest_bytes: int = 0
+    rank: int = 0
+    ranks: tuple[int, ...] = (0,)
     _files: list[SwapFile] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -164,7 +169,7 @@ class Run:
 
     def _place(self, step: int) -> SwapFile:
         while len(self._files) < 2:
-            self._files.append(SwapFile(self.folder, f"r0.manifest.{len(self._files)}"))
+            self._files.append(SwapFile(self.folder, f"r{self.rank}.manifest.{len(self._files)}"))
         return self._files[step % 2]
 
     def withdraw(self, store: Store) -> None:
@@ -183,14 +188,14 @@ class Run:
         store.file.close(remove=not keep)
         if is_last:
             with _registering():
-                _runs.pop(self.parent, None)
+                _runs.pop((self.parent, self.ranks), None)
             if not keep:
-                self.folder.remove()
+                self.folder.remove(of_rank=self.rank if len(self.ranks) > 1 else None)
             self.folder.close()
 
 
 # One run per folder and process: the manifest is shared, so the run must be found again.
-_runs: dict[Path, Run] = {}
+_runs: dict[tuple[Path, tuple[int, ...]], Run] = {}
 _runs_lock = threading.Lock()
 
 
@@ -207,10 +212,15 @@ def _registering() -> Iterator[None]:
             gc.enable()
 
 
-def create_store(parent: Path, name: str | None, layout: Layout) -> tuple[Run, Store]:
-    """Make a store in this process's run under `parent`; the name defaults to the least free one."""
+def create_store(
+    parent: Path, name: str | None, layout: Layout, *, ranks: tuple[int, ...] = (0,), run_id: str | None = None
+) -> tuple[Run, Store]:
+    """Make a store in this process's run under `parent`; the name defaults to the least free one.
+
+    A run may be shared by `ranks`: the first of them makes it, and the others join it by its `run_id`.
+    """
     with _registering():
-        run = _runs.get(parent)
+        run = _runs.get((parent, ranks))
         if run is not None and run.pid != os.getpid():
             run = None  # a forked child starts its own
         taken = {store.name for store in run.stores} if run else set()
@@ -218,24 +228,27 @@ def create_store(parent: Path, name: str | None, layout: Layout) -> tuple[Run, S
         if chosen in taken:
             raise ConfigError(f"name={chosen!r} is taken by another open model; names in use: {sorted(taken)}.")
         if run is None:
-            run, store = _create_run(parent, chosen, layout)
-            _runs[parent] = run
+            run, store = _create_run(parent, chosen, layout, ranks, run_id)
+            _runs[parent, ranks] = run
         else:
             store = Store(run.folder, chosen, layout)
         run.stores.append(store)
     return run, store
 
 
-def _create_run(parent: Path, name: str, layout: Layout) -> tuple[Run, Store]:
+def _create_run(
+    parent: Path, name: str, layout: Layout, ranks: tuple[int, ...], run_id: str | None
+) -> tuple[Run, Store]:
     for _ in range(8):
-        folder = RunFolder.create(parent)
+        folder = RunFolder.create(parent) if run_id is None else RunFolder.join(parent, run_id)
         try:
-            return Run(parent, folder, os.getpid()), Store(folder, name, layout)
+            store = Store(folder, name, layout)
+            return Run(parent, folder, os.getpid(), rank=layout.rank, ranks=ranks), store
         except (FileNotFoundError, BlockingIOError):
             # Somebody who cleans up dead runs saw the folder before its lock: take a new one.
             folder.close()
         except BaseException:
-            folder.remove()
+            folder.remove(of_rank=layout.rank if len(ranks) > 1 else None)
             folder.close()
             raise
     raise MachineError(f"a run folder in {parent} was removed 8 times while it was made; who cleans there?")

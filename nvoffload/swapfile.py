@@ -106,14 +106,24 @@ class RunFolder:
         """Make a new one with a name nobody has."""
         return cls(parent, f"nvo-{secrets.token_hex(8)}", create=True)
 
+    @classmethod
+    def join(cls, parent: Path, run_id: str) -> "RunFolder":
+        """Open another rank's, or make it if that is under another path."""
+        try:
+            return cls(parent, f"nvo-{run_id}", create=True)
+        except FileExistsError:
+            return cls(parent, f"nvo-{run_id}", create=False)
+
     def names(self, pattern: re.Pattern[str]) -> list[str]:
         """Return the files whose names this format can produce."""
         return sorted(name for name in os.listdir(self.fd) if pattern.fullmatch(name))
 
-    def remove(self) -> None:
-        """Unlink our files, manifests first, then the folder; other people's files stay."""
+    def remove(self, *, of_rank: int | None = None) -> None:
+        """Unlink our files, manifests first, then the folder; other people's files, and other ranks', stay."""
         for pattern in (MANIFEST_NAME, SWAP_NAME):
             for name in self.names(pattern):
+                if of_rank is not None and f"r{of_rank}" not in name.split("."):
+                    continue
                 os.unlink(name, dir_fd=self.fd)
         try:
             os.rmdir(self.path)

@@ -106,6 +106,7 @@ class Unit:
         self.depth = 0  # forwards of its modules that are running, nested
         self.bindings: list[Binding] = []
         self.deliveries: list[Any] = []  # jobs whose values the unit waits for
+        self.collective: Any = None  # what brings the other ranks' parts, once those have delivered
         self.jobs: list[Any] = []  # all its jobs that may not have ended
         self._layout = layout
         self._poison = poison
@@ -126,6 +127,17 @@ class Unit:
     def values_in(self, place: Place) -> dict[int, int]:
         """Return the address of every parameter in `place`."""
         return {param: place.address + self._layout.place_of(param)[1] for param in self.spec.params}
+
+    def pieces_in(self, place: Place) -> list[tuple[Tensor, int]]:
+        """Return, per flat, the bytes of all ranks' shards in `place` and the length of one."""
+        base = torch.empty(0, dtype=torch.uint8, device=self._storage.device)
+        base.set_(place.storage(self.spec.nbytes))
+        flats = [self._layout.flats[flat] for flat in self.spec.flats]
+        return [
+            (base[offset : offset + flat.num_ranks * flat.shard_bytes], flat.shard_bytes)
+            for flat, offset in zip(flats, self.spec.flat_offsets, strict=True)
+            if flat.shard_bytes
+        ]
 
     def _bytes_of_storage(self) -> Tensor:
         out = torch.empty(0, dtype=torch.uint8, device=self._storage.device)
@@ -163,7 +175,7 @@ class Unit:
     def arrive(self) -> None:
         """All jobs have delivered."""
         self._move(State.GATHERED)
-        self.deliveries = []
+        self.deliveries, self.collective = [], None
 
     def show(self) -> None:
         """Point the storage at the values."""

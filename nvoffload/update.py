@@ -46,13 +46,16 @@ class Updates:
 
     def add(self, unit: int, pending: Pending) -> None:
         """Capture one more step of a unit."""
-        self._backend.mover.expect(pending.generation, 1)
+        if pending.tiles.indices:  # a rank may own nothing of a unit
+            self._backend.mover.expect(pending.generation, 1)
         self._pending.setdefault(unit, []).append(pending)
 
     def submit(self, unit: int, values: Mapping[int, int], *, values_stand: bool, is_demand: bool) -> list[Job]:
         """Hand a unit's pending steps to the mover; new values go to `values`, addresses by parameter."""
         jobs = []
         for pending in self._pending.pop(unit, []):
+            if not pending.tiles.indices:
+                continue
             job = Job("NVO_UPDATE", pending.tiles, values=values, works=pending.works, groups=pending.groups)
             with self._backend.guarded() as mover:
                 mover.submit(

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from nvoffload.backend import Backend
+from nvoffload.collectives import Collectives
 from nvoffload.mover import Job
 from nvoffload.residency import Residency
 from nvoffload.unit import State, Unit
@@ -14,7 +15,14 @@ from nvoffload.unit import State, Unit
 class Values:
     """Reads and writes parameters by number. Both wait for the unit's pending updates."""
 
-    def __init__(self, backend: Backend, residency: Residency, device: torch.device) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        residency: Residency,
+        device: torch.device,
+        collectives: Collectives | None = None,
+    ) -> None:
+        self._collectives = collectives
         self._backend = backend
         self._residency = residency
         self._layout = backend.layout
@@ -33,16 +41,22 @@ class Values:
         unit, spec = self.unit_of(index), self._layout.specs[index]
         self._residency.settle(unit, is_ended=False)
         self._residency.wait_delivered(unit)
-        if unit.place is not None and unit.state is not State.GATHERING:
+        # Of several ranks each reads its part, also if this one happens to have all: so that one can't go alone.
+        is_here = unit.place is not None and unit.state is not State.GATHERING
+        if is_here and (self._collectives is None or unit.is_standing):
             self._backend.device.synchronize()
             return unit.view(self.bytes_of(unit), index).clone(memory_format=torch.preserve_format)
         dtype: torch.dtype = getattr(torch, spec.dtype)
-        out = torch.empty_strided(spec.shape, spec.stride, dtype=dtype, device=self._device)
+        flat = torch.zeros(spec.numel, dtype=dtype, device=self._device)
+        out = flat.as_strided(spec.shape, spec.stride)
         tiles = self._layout.tiles_with([index], unit.spec.tiles)
         self._backend.device.synchronize()
-        job = self._residency.updates.fetch(tiles, {index: out.data_ptr()}, [index], is_demand=True)
-        with self._backend.guarded() as mover:
-            mover.wait(job, is_ended=True)
+        if tiles:
+            job = self._residency.updates.fetch(tiles, {index: out.data_ptr()}, [index], is_demand=True)
+            with self._backend.guarded() as mover:
+                mover.wait(job, is_ended=True)
+        if self._collectives is not None:
+            self._collectives.sum_bytes("read", unit.number, flat.view(torch.uint8))
         if self._backend.config.param_offload == "nvme":
             self.read_bytes += sum(self._layout.tiles[i].fetched_bytes for i in tiles)
         return out
@@ -70,6 +84,16 @@ class Values:
         self._store(unit, addresses, [index])
         with self._residency.lock:
             unit.advance([index])
+        self._share(unit)
+
+    def _share(self, unit: Unit) -> None:
+        """Each rank has stored its part of values that may differ between ranks: all take those."""
+        if self._collectives is None:
+            return
+        if unit.is_standing or unit.pins:
+            self._residency.renew(unit)
+        else:
+            self._residency.forget(unit)
 
     def write_back(self, unit: Unit) -> None:
         """A forward changed stand-ins in place: their values are the parameters' from now on."""
@@ -79,12 +103,15 @@ class Values:
         self._store(unit, unit.values_in(unit.place), unit.written())
         with self._residency.lock:
             unit.take_writes()
+        self._share(unit)
 
     def _store(self, unit: Unit, values: Mapping[int, int], params: Sequence[int]) -> None:
         """Bring `params` home from `values`, addresses by number."""
         tiles = self._layout.tiles_with(params, unit.spec.tiles)
         committer = self._backend.committer
         generation = committer.begin_write() if committer else 0
+        if not tiles:
+            return
         job = Job("NVO_STORE", self._backend.tiles(tiles), values=values, pending=params)
         verify = self._backend.config.verify
         with self._backend.guarded() as mover:

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 
-from nvoffload import gradient, native
+from nvoffload import gradient, native, sums
 from nvoffload.errors import UsageError
-from nvoffload.gradient import Accumulator, OffloadedGradient, Phase, Sums
+from nvoffload.gradient import Accumulator, OffloadedGradient, Phase
+from nvoffload.sums import Sums
 
 CPU = torch.device("cpu")
 
@@ -32,7 +33,7 @@ def land_in_torch(memory: Tensor, grad: Tensor, *, is_fresh: bool, scale: float)
 def landing(monkeypatch):
     torch.manual_seed(11)
     if not hasattr(native.lib, "nvo_land"):
-        monkeypatch.setattr(gradient, "_land", land_in_torch)
+        monkeypatch.setattr(gradient, "land", land_in_torch)
 
 
 class Host:
@@ -628,7 +629,7 @@ def test_the_c_landing_gives_what_the_stand_in_gives():
             memory, grad = torch.randn(numel), torch.randn(numel).to(dtype)
             twin = memory.clone()
             for is_fresh in (False, True):
-                got = gradient._land(memory, grad, is_fresh=is_fresh, scale=0.5)
+                got = sums.land(memory, grad, is_fresh=is_fresh, scale=0.5)
                 expected = land_in_torch(twin, grad, is_fresh=is_fresh, scale=0.5)
                 assert torch.equal(memory, twin)
                 assert (got.largest, got.is_finite) == (expected.largest, expected.is_finite)

@@ -19,7 +19,7 @@ from nvoffload import device as device_room
 from nvoffload.ledger import Traffic
 
 # The package exposes the function under this name, so the room is asked for by path.
-offload_room = importlib.import_module("nvoffload.offload")
+opening_room = importlib.import_module("nvoffload.opening")
 CASES = {
     "tiny": (models.tiny, models.tiny_loss, 1e-2),
     "t2": (models.t2, models.t2_loss, 1e-3),
@@ -160,10 +160,10 @@ def test_a_late_device_gives_equal_bits(tiers: tuple[str, str], swap: Path, monk
     """Copies by a device whose streams run late are waited for at the right places.
     The device twin performs a copy only when its stream is waited for."""
     expected = memory_values("t2", torch.bfloat16)
-    monkeypatch.setattr(offload_room, "open_device", lambda _, threads: device_room.SimDevice(threads))
+    monkeypatch.setattr(opening_room, "open_device", lambda _, threads: device_room.SimDevice(threads))
     if "nvme" not in tiers:  # on a host alone such tiers need no pool
-        make_plan = offload_room.make_plan
-        monkeypatch.setattr(offload_room, "make_plan", lambda *args: (make_plan(*args)[0], 2))
+        make_plan = opening_room.make_plan
+        monkeypatch.setattr(opening_room, "make_plan", lambda *args: (make_plan(*args)[0], 2))
     assert_equal_bits(train_offloaded("t2", tiers, swap, torch.bfloat16, update_threads=2), expected)
 
 

@@ -21,8 +21,8 @@ def layout_of(sizes: list[int], tile_numel: int, dtype: str = "bfloat16") -> Lay
     specs = tuple(ParameterSpec(f"p{i}", (n,), (1,), dtype, n) for i, n in enumerate(sizes))
     item_bytes = 2 if dtype == "bfloat16" else 4
     flats = (Flat.of(specs, range(len(sizes)), unit=0, item_bytes=item_bytes, is_trainable=True),)
-    units = lay_units(["all"], [False], flats, tile_numel)
-    return Layout(ALIGN, tile_numel, specs, flats, cut_tiles(flats, specs, tile_numel), units)
+    tiles = cut_tiles(flats, specs, tile_numel)
+    return Layout(ALIGN, tile_numel, specs, flats, tiles, lay_units(["all"], [False], flats, tiles))
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
