@@ -18,9 +18,10 @@ from nvoffload.errors import NvoffloadError, PeerError, StorageError, UsageError
 from nvoffload.io.engine import Engine, EngineStats, open_engine
 from nvoffload.layout import BUFFER_BYTES_PER_ELEMENT, Layout, UnitSpec
 from nvoffload.ledger import NUM_ADAMW_WORDS
-from nvoffload.mover import Busy, HostParams, Job, Mover, Tiles
+from nvoffload.mover import Job, Mover
 from nvoffload.peers import Peers
 from nvoffload.store import Run, StateZone, Store, create_store
+from nvoffload.tiles import Busy, HostParams, Tiles
 
 log = logging.getLogger("nvoffload")
 
@@ -233,7 +234,8 @@ class Backend:
             raise self._remember(error) from None
 
     def fail(self, error: Exception) -> None:
-        """Another rank has failed, or is lost: nothing is moved or committed any more."""
+        """Another rank has failed, or is lost: nothing is moved or committed any more. There, or here, it is told."""
+        self.is_told = True
         self._remember(error if isinstance(error, NvoffloadError) else PeerError(f"{type(error).__name__}: {error}"))
 
     def _remember(self, error: NvoffloadError) -> NvoffloadError:

@@ -10,7 +10,8 @@ they differ, no data is exchanged, and every rank raises the same PeerError.
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -18,12 +19,14 @@ from torch import Tensor
 
 from nvoffload.device import Device
 from nvoffload.errors import PeerError, Stopped
-from nvoffload.peers import ADVICE, SLICE_S, Peers
+from nvoffload.peers import ADVICE, SLICE_S, Peers, judge, text_of
 
 # The twin of late streams: an operation begins when somebody waits for it, and till then its output is NaN.
 IS_LATE = False
+MEET_S = 30.0
 
-PASSES = ("a forward of parts", "training forward", "evaluation forward", "local forward")
+PASSES = ("a forward of parts", "training forward", "evaluation forward", "local_forward()")
+TRAIN_PASS, EVAL_PASS, LOCAL_PASS = 1, 2, 3
 KINDS = {
     "gather": "gather the parameters of {unit}",
     "reduce": "reduce the gradients of {unit}",
@@ -33,6 +36,7 @@ KINDS = {
     "gradients": "end a backward",
     "sums": "edit a gradient",
     "local": "enter local_forward()",
+    "end": "close the model",
     "state": "read an optimizer state of {unit}",
 }
 _KIND_NUMBERS = {kind: number for number, kind in enumerate(KINDS)}
@@ -65,6 +69,7 @@ class Collectives:
     def __init__(self, peers: Peers, names: Sequence[str], device: Device) -> None:
         self.peers = peers
         self.position = Position()
+        self.is_ending = False  # the model closes: what others do now is no error of ours
         self.on_error: Callable[[Exception], object] = lambda error: None
         self._names = names
         self._device = device
@@ -89,9 +94,9 @@ class Collectives:
         """How many share it."""
         return self.peers.num_ranks
 
-    def begin_pass(self, kind: str) -> None:
-        """Note where the program is: a forward of `kind`, "train" or "eval", begins."""
-        self.position.pass_kind = 1 if kind == "train" else 2
+    def enter_pass(self, kind: int) -> None:
+        """Note where the program is: a forward of a kind, an index into PASSES, begins."""
+        self.position.pass_kind = kind
         self.position.passes += 1
 
     # ---- operations
@@ -155,6 +160,18 @@ class Collectives:
         self.wait(self._submit(kind, -1, lambda: found.append(self.peers.control.exchange(own))))
         return found[0]
 
+    @contextmanager
+    def agreeing(self, kind: str) -> Iterator[None]:
+        """Run the block on every rank; an error of one is raised on all, and ends nothing else."""
+        error: Exception | None = None
+        try:
+            yield
+        except (RuntimeError, OSError, ValueError) as own:
+            error = own
+        texts: list[str] = []
+        self.wait(self._submit(kind, -1, lambda: texts.extend(self.peers.control.texts(text_of(error)))))
+        judge(error, texts)
+
     def _spoil(self, content: Tensor) -> None:
         if self._is_late:
             content.fill_(255)  # NaN in every floating dtype
@@ -193,9 +210,9 @@ class Collectives:
                         self._allowed = handle.number
                         self._changed.notify_all()
                     self._changed.wait_for(lambda: handle.is_done or self._error is not None, SLICE_S)
-                    assert handle.is_done or self._thread.is_alive()
                     if not handle.is_done:
                         self.check()
+                        assert self._thread.is_alive()
             except KeyboardInterrupt as error:
                 interrupt = error
         if interrupt:
@@ -253,11 +270,20 @@ class Collectives:
         with self._changed:
             is_first, self._error = self._error is None, self._error or error
             self._changed.notify_all()
-        if is_first and not isinstance(error, Stopped):
+        if is_first and not self.is_ending and not isinstance(error, Stopped):
             self.on_error(error)
 
+    def meet(self) -> None:
+        """Return once all ranks are here, having done all they were asked for; after a while without an error."""
+        with self._changed:
+            if self._error is not None:
+                return
+            self._allowed = self._number + 1
+            handle = self._submit("end", -1, lambda: None)
+            self._changed.wait_for(lambda: handle.is_done or self._error is not None, MEET_S)
+
     def close(self) -> None:
-        """Stop the thread, and give the groups back if all went well: else an operation may hold them."""
+        """Stop the thread and give the groups back."""
         with self._changed:
             self._is_closing = True
             self._queue.clear()

@@ -57,6 +57,7 @@ class Committer:
         self._error: NvoffloadError | None = None
         self._changed = threading.Condition()
         self._is_stopping = False
+        self.is_ending = False  # a model is closing, and its ranks with it: a fence that breaks is no error
         self._waited: Mover | None = None  # the thread is in it
         self._thread = threading.Thread(target=self._work, name="nvoffload-commit", daemon=True)
         self._thread.start()
@@ -176,7 +177,8 @@ class Committer:
                 if self._fence is not None and not self._fence.wait(generation, lambda: self._is_stopping):
                     return
             except NvoffloadError as error:
-                self.poison(error)
+                if not self.is_ending:
+                    self.poison(error)
                 return
             with self._changed:
                 for mover in self._movers:

@@ -10,9 +10,11 @@ from torch import Tensor
 
 from nvoffload.buffers import Arena, Trimmer
 from nvoffload.collectives import Collectives
+from nvoffload.errors import UsageError
 from nvoffload.gradient import Accumulator
 from nvoffload.layout import Layout, round_up
 from nvoffload.ledger import largest_gradient_bytes
+from nvoffload.order import Order
 from nvoffload.parameter import OffloadedParameter
 from nvoffload.reduction import GradientPeers, Reducer
 from nvoffload.residency import Residency
@@ -30,6 +32,7 @@ class Landing:
     def __init__(
         self,
         residency: Residency,
+        order: Order,
         layout: Layout,
         wrappers: Mapping[int, OffloadedParameter],
         *,
@@ -39,6 +42,7 @@ class Landing:
     ) -> None:
         self.accumulators: dict[int, Accumulator] = {}
         self._residency = residency
+        self._order = order
         self._layout = layout
         self._wrappers = wrappers
         self._device = device
@@ -58,7 +62,7 @@ class Landing:
                 dtype=reduce_dtype,
                 trim=self._trimmer.trim,
             )
-            residency.close_unit = self._reducer.reduce
+            order.reduce = self._reducer.reduce
 
     def make(self, unit: Unit) -> None:
         """Make the accumulators of a unit's trainable parameters, or of the pieces that this rank owns."""
@@ -86,6 +90,8 @@ class Landing:
 
     def land(self, index: int, grad: Tensor) -> None:
         """Add a gradient to the parameter's accumulator, or to what its unit reduces; `publish` makes it visible."""
+        if self._residency.is_alone:
+            raise UsageError("a backward ran inside local_forward(), where no other rank could add its gradients.")
         if self._reducer is not None:
             self._reducer.add(index, grad)
             return
@@ -103,10 +109,10 @@ class Landing:
     def publish(self, *, is_complete: bool = True) -> None:
         """A backward has ended, by an exception if not complete: let `.grad` show what has landed."""
         landed, self._landed = self._landed, []
-        if self._reducer is not None and not is_complete:
+        if self._reducer is not None and (not is_complete or self._residency.is_alone):
             self._reducer.drop()  # the other ranks may not have come so far
         elif self._reducer is not None:
-            self._residency.pass_mark(BACKWARD_END)
+            self._order.end(BACKWARD_END)
             landed = self._reducer.finish()
         for index in dict.fromkeys(landed):
             handle = self.accumulators[index].publish()

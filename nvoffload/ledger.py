@@ -20,7 +20,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from nvoffload.config import OffloadConfig
-from nvoffload.layout import Layout, Tile, UnitSpec, Zone
+from nvoffload.layout import ALIGN, Layout, Tile, UnitSpec, Zone, round_up
 
 NUM_ADAMW_WORDS = 2
 
@@ -122,6 +122,15 @@ def _trainable(layout: Layout) -> list[Tile]:
 def gradient_bytes(layout: Layout) -> int:
     """Return what float32 accumulators of everything trainable that a rank owns take."""
     return sum(4 * len(layout.piece_of(p)) for flat in layout.flats if flat.is_trainable for p in flat.params)
+
+
+def local_copy_bytes(layout: Layout, framed: Iterable[int]) -> int:
+    """Return what local_forward() writes on every rank, and reads in each forward: whole compute weights."""
+    flats = [layout.flats[flat] for unit in framed for flat in layout.units[unit].flats]
+    tiles = layout.tile_numel
+    return sum(
+        round_up(min(tiles, f.numel - at) * f.item_bytes, ALIGN) for f in flats for at in range(0, f.numel, tiles)
+    )
 
 
 def largest_gradient_bytes(layout: Layout) -> int:

@@ -50,6 +50,30 @@ class OffloadedModule:
         """
         _end(self, self._nvoffload, is_clean=True)
 
+    @contextmanager
+    def local_forward(self) -> Iterator[None]:
+        """Let the block run forwards that other ranks do not run: evaluation, generation of any length.
+
+        All ranks enter together; each then has a copy of all framed parameters in its own swap folder (2
+        bytes per bfloat16 element), or in host memory with param_offload="cpu", and leaves when it likes.
+        Inside, backward(), step(), reads and writes of parameters raise UsageError. Raises MachineError on
+        all ranks where the copy does not fit.
+        """
+        with self._nvoffload.local_forward():
+            yield
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Do nothing: gradients are averaged, and added to this rank's part, in every backward.
+
+        For loops written for DistributedDataParallel. The sum over backwards is the same; a whole gradient
+        kept until the last one is what these models have no memory for.
+        """
+        yield
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """Do nothing, as `no_sync` does; for loops written for FSDP2."""
+
     def offload_stats(self) -> OffloadStats:
         """Return bytes and seconds since offload()."""
         return self._nvoffload.stats()
@@ -159,10 +183,6 @@ def offload(
     Raises ConfigError for arguments and models that can't work, MachineError for too little space or
     memory, UsageError for a module that is offloaded already; nothing is left behind then.
     """
-    known = [*OffloadConfig.__dataclass_fields__, "config"]
-    for key in others:
-        if key not in known:
-            raise ConfigError(f"offload() has no argument {key!r}.{nearest(key, known)}")
     arguments = dict(
         param_offload=param_offload,
         optimizer_offload=optimizer_offload,
@@ -195,6 +215,10 @@ def _offload(module: M, arguments: dict[str, Any], config: Any) -> M:
     peers = find_peers(module, mesh, device)
     try:
         with peers.agreeing() if peers else nullcontext():
+            known = [*OffloadConfig.__dataclass_fields__, "config"]
+            for key in arguments:
+                if key not in known:
+                    raise ConfigError(f"offload() has no argument {key!r}.{nearest(key, known)}")
             chosen = resolve(config, **arguments)
             if not isinstance(module, nn.Module):
                 raise ConfigError(f"offload() takes an nn.Module, not {type(module).__name__}.")

@@ -15,9 +15,10 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from nvoffload.errors import ConfigError, UsageError
 from nvoffload.interrupts import Held
-from nvoffload.mover import Group, Tiles, Work
+from nvoffload.mover import Group, Work
 from nvoffload.parameter import OffloadedParameter
 from nvoffload.session import Session
+from nvoffload.tiles import Tiles
 
 log = logging.getLogger("nvoffload")
 

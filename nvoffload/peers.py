@@ -10,8 +10,7 @@ raises and says what the ranks that wait are waiting for.
 import json
 import socket
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -26,41 +25,11 @@ from nvoffload.swapfile import boot_id
 
 SLICE_S = 0.2
 PUBLISH_AFTER_S = 2.0
-GRACE_S = 10.0  # more than the limit: then the backend itself gives up
 ERROR_KEY = "nvoffload-error"
 ADVICE = (
     "All ranks must run the same forwards, backwards, steps and reads of parameters. For forwards that only "
     "some ranks run (evaluation, generation) use: with model.local_forward(): ..."
 )
-
-
-_num_made: Counter[str] = Counter()  # of Peers, by the name of their group
-
-
-class DeviceGroup:
-    """Device-side collectives on a group of our own that torch.distributed knows."""
-
-    def __init__(self, ranks: list[int], backend: str, timeout_s: float) -> None:
-        self._root = ranks[0]
-        self._group = dist.new_group(
-            ranks, timeout=timedelta(seconds=timeout_s), backend=backend, use_local_synchronization=True
-        )
-
-    def gather(self, out: Tensor, own: Tensor) -> Any:
-        """Start an all-gather."""
-        return shims.distributed("all_gather_single")(out, own, group=self._group, async_op=True)
-
-    def reduce(self, out: Tensor, given: Tensor) -> Any:
-        """Start a reduce-scatter."""
-        return shims.distributed("reduce_scatter_single")(out, given, group=self._group, async_op=True)
-
-    def sum(self, tensor: Tensor) -> Any:
-        """Start an all-reduce."""
-        return dist.all_reduce(tensor, group=self._group, async_op=True)
-
-    def broadcast(self, tensor: Tensor) -> Any:
-        """Start a broadcast from the first rank."""
-        return dist.broadcast(tensor, src=self._root, group=self._group, async_op=True)
 
 
 class Channel:
@@ -159,26 +128,30 @@ class Peers:
                 "this build of torch has no gloo, which the ranks' host side needs: error messages, the order of "
                 "collectives, commits. Install a torch with USE_GLOO=1."
             )
-        _num_made[group.group_name] += 1
-        self._store = shims.prefixed(group.get_group_store(), f"nvoffload/{_num_made[group.group_name]}")
-        self.control = self.data = Channel(self, self._host_group("control"), is_host=True)
+        # The how manieth model of the group this is: counted where all see it, for one may have failed to come.
+        self._base = group.get_group_store()
+        arrival = self._base.add("nvoffload/arrivals", 1) - 1
+        self._store = shims.prefixed(self._base, f"nvoffload/{arrival // self.num_ranks}")
+        self.control = self.data = Channel(self, self._group("control", "gloo"), is_host=True)
         if device.type != "cpu":
-            self.data = Channel(self, DeviceGroup(self.global_ranks, "nccl", self.limit_s + GRACE_S), is_host=False)
+            self.data = Channel(self, self._group("data", "nccl"), is_host=False)
         self.hosts = self.control.texts(f"{socket.gethostname()} {boot_id()}")
 
-    def _host_group(self, name: str) -> shims.HostGroup:
-        return shims.HostGroup(self._store, name, self.rank, self.num_ranks, self.limit_s + GRACE_S)
+    def _group(self, name: str, backend: str) -> shims.RankGroup:
+        try:
+            return shims.RankGroup(self._store, name, backend, self.rank, self.num_ranks, self.limit_s)
+        except RuntimeError as error:
+            self._base.add("nvoffload/arrivals", -1)
+            raise PeerError(
+                f"rank {self.rank} called offload(), and not all {self.num_ranks} ranks came in {self.limit_s:g} s: "
+                f"{str(error)[:120]}. All ranks of the process group must call offload()."
+            ) from None
 
     # ---- agreement at the start
 
     def agree(self, error: Exception | None) -> None:
         """Raise on all ranks if one has an error: its own there, a PeerError elsewhere."""
-        texts = self.control.texts(f"{type(error).__name__}: {error}" if error is not None else "")
-        if error is not None:
-            raise error
-        for rank, text in enumerate(texts):
-            if text:
-                raise PeerError(f"rank {rank} failed: {text}")
+        judge(error, self.control.texts(text_of(error)))
 
     def agree_on(self, facts: dict[str, str]) -> None:
         """Raise ConfigError on all ranks, naming the first fact that differs and its values."""
@@ -210,7 +183,7 @@ class Peers:
 
     def new_fence(self) -> "Fence":
         """Make a group for commits. Made by all ranks at once."""
-        return Fence(self, self._host_group("fence"))
+        return Fence(self, self._group("fence", "gloo"))
 
     # ---- errors of others
 
@@ -295,6 +268,20 @@ class Fence:
     def close(self) -> None:
         """Give the group back."""
         self._channel.close()
+
+
+def text_of(error: Exception | None) -> str:
+    """Return an error as others are told of it, nothing for none."""
+    return f"{type(error).__name__}: {error}" if error is not None else ""
+
+
+def judge(error: Exception | None, texts: Sequence[str]) -> None:
+    """Raise `error`, or a PeerError for the first of the ranks' texts that tells of one."""
+    if error is not None:
+        raise error
+    for rank, text in enumerate(texts):
+        if text:
+            raise PeerError(f"rank {rank} failed: {text}")
 
 
 def find_group(mesh: Any) -> Any:

@@ -14,7 +14,7 @@ from nvoffload.gradient import Accumulator
 from nvoffload.layout import Flat, Layout
 from nvoffload.parameter import OffloadedParameter
 from nvoffload.residency import Residency
-from nvoffload.sums import Sums
+from nvoffload.sums import LANDING_DTYPES, Sums
 from nvoffload.unit import Unit
 
 
@@ -64,7 +64,10 @@ class Reducer:
         flats = [self._layout.flats[flat] for flat in unit.spec.flats]
         pieces = []
         for flat in flats:
-            if flat.is_trainable and flat.shard_numel:
+            if flat.is_trainable and not flat.shard_numel:
+                self._packed(flat)
+                self._land_shard(flat, torch.empty(0))
+            elif flat.is_trainable:
                 whole = self._packed(flat)
                 pieces.append((flat, whole.new_empty(flat.shard_numel), whole))
         if pieces:
@@ -86,16 +89,17 @@ class Reducer:
             return
         (pieces, handle), self._flying = self._flying, None
         self._residency.wait_for(handle)
-        rank = self._layout.rank
         for flat, out, _ in pieces:
-            shard = out.cpu() if out.dtype in (torch.float32, torch.bfloat16) else out.float().cpu()
-            for param, start in zip(flat.params, flat.starts, strict=True):
-                accumulator = self._accumulators[param]
-                piece = accumulator.piece
-                begin = start + piece.start - rank * flat.shard_numel if piece else 0
-                accumulator.land_piece(shard[begin : begin + len(piece)], self._wrappers[param].grad)
-                self._landed.add(param)
+            self._land_shard(flat, out.cpu() if out.dtype in LANDING_DTYPES else out.float().cpu())
         self._trim()
+
+    def _land_shard(self, flat: Flat, shard: Tensor) -> None:
+        for param, start in zip(flat.params, flat.starts, strict=True):
+            accumulator = self._accumulators[param]
+            piece = accumulator.piece
+            begin = start + piece.start - self._layout.rank * flat.shard_numel if piece else 0
+            accumulator.land_piece(shard[begin : begin + len(piece)], self._wrappers[param].grad)
+            self._landed.add(param)
 
     @torch.no_grad()
     def finish(self) -> list[int]:

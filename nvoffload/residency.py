@@ -4,8 +4,6 @@ What to bring and what to give up is asked of `schedule`; what an update takes, 
 
 Note [Same on all ranks]: with several ranks every decision follows from the order of events and steps, never
 from what has arrived, for each starts a collective. An arrival is noted only where somebody waits for it.
-A program that skips events that others may have runs them here before it goes on (`catch_up`), unseen: the
-unit is gathered as if used, and closing it adds zeros to its reduction.
 
 Note [Turnaround]: nothing is released when a forward ends, only when its frame is wanted. So the last
 units of forward are still there for the first of backward, and the first ones for the next forward.
@@ -13,8 +11,10 @@ units of forward are still there for the first of backward, and the first ones f
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Protocol
 
 from nvoffload.backend import Backend
 from nvoffload.collectives import Collectives, Handle
@@ -22,7 +22,7 @@ from nvoffload.errors import UsageError
 from nvoffload.interrupts import Held
 from nvoffload.layout import UnitSpec
 from nvoffload.mover import Job
-from nvoffload.schedule import BACKWARD, CLOSE, FORWARD, Event, Schedule
+from nvoffload.schedule import BACKWARD, FORWARD, Event, Schedule
 from nvoffload.unit import Place, State, Unit
 from nvoffload.update import Pending, Updates
 
@@ -35,6 +35,13 @@ class Stalls:
     commit_s: float = 0.0
     kernel_s: float = 0.0
     peer_s: float = 0.0
+
+
+class Home(Protocol):
+    """Whole values of framed units, elsewhere than in the backend."""
+
+    def fetch(self, unit: Unit, values: Mapping[int, int], *, is_demand: bool) -> Job:
+        """Start bringing a unit's values to `values`, addresses by parameter."""
 
 
 class Residency:
@@ -62,34 +69,33 @@ class Residency:
         self._frames = frames
         self._occupants: list[int | None] = [None] * len(frames)
         self._synchronize = synchronize
-        self._is_framed = is_framed
-        self._collectives = collectives
-        self.close_unit: Callable[[Unit], None] = lambda unit: None  # a unit's backward is over: reduce its gradients
+        self.is_framed = is_framed
+        self.collectives = collectives
+        self._home: Home | None = None  # of values, if not the backend
+        self.is_alone = False  # does this rank run without the others?
         backend.start_before = self._start_before
-        order = [unit.number for unit in units if self._is_noted(unit.spec)]
-        self.schedule = Schedule(len(units), order, has_closes=collectives is not None)
+        self.schedule = self._new_schedule()
 
-    def _is_noted(self, spec: UnitSpec) -> bool:
+    def _new_schedule(self) -> Schedule:
+        order = [unit.number for unit in self.units if self.is_noted(unit.spec)]
+        return Schedule(len(self.units), order, has_closes=self.collectives is not None)
+
+    def is_noted(self, spec: UnitSpec) -> bool:
         """Is the unit's use an event? Kept ones are there all the time, and so is, with one rank, what stands."""
-        if self._collectives is None:
-            return self._is_framed(spec)
+        if self.collectives is None:
+            return self.is_framed(spec)
         return not spec.is_kept and spec.nbytes > 0
 
     # ---- needs
 
-    def need(self, unit: Unit, *, is_backward: bool) -> None:
-        """Return with the unit shown and pinned; `unneed` takes the pin back."""
-        if self._is_noted(unit.spec):
-            self.catch_up((unit.number, BACKWARD if is_backward else FORWARD))
-        self._need(unit, is_backward=is_backward, is_seen=True)
-
-    def _need(self, unit: Unit, *, is_backward: bool, is_seen: bool) -> None:
+    def need(self, unit: Unit, *, is_backward: bool, is_seen: bool = True) -> None:
+        """Return with the unit shown and pinned; `unneed` takes the pin back. `is_seen`: by the program itself."""
         with self.lock:
             self.check()
             if unit.pins == 0:
                 self.check_unwritten(unit)
-            if self._is_noted(unit.spec):
-                self._note((unit.number, BACKWARD if is_backward else FORWARD), is_seen=is_seen)
+            if self.is_noted(unit.spec):
+                self.note((unit.number, BACKWARD if is_backward else FORWARD), is_seen=is_seen)
             unit.pins += 1
         try:
             self._bring(unit)
@@ -97,10 +103,12 @@ class Residency:
             self.unneed(unit)
             raise
 
-    def _note(self, event: Event, *, is_seen: bool) -> None:
-        self.schedule.note(*event, is_seen=is_seen)
-        if self._collectives is not None:
-            self._collectives.position.events = self.schedule.digest
+    def note(self, event: Event, *, is_seen: bool) -> None:
+        """Take an event down."""
+        with self.lock:
+            self.schedule.note(*event, is_seen=is_seen)
+            if self.collectives is not None:
+                self.collectives.position.events = self.schedule.digest
 
     def unneed(self, unit: Unit) -> None:
         """One user of the unit less; its memory stays as it is until it is wanted."""
@@ -111,55 +119,31 @@ class Residency:
     def check(self) -> None:
         """Raise the first error, of this rank or another."""
         self._backend.check()
-        if self._collectives is not None:
-            self._collectives.check()
+        if self.collectives is not None:
+            self.collectives.check()
 
-    def begin_pass(self, kind: str) -> None:
-        """A forward of the root begins."""
-        seen = None
-        if self._collectives is not None:
-            self._collectives.begin_pass(kind)
-            seen = self._collectives.any_of("pass", self.schedule.seen())
-        with self.lock:
-            self.schedule.begin_pass(kind, seen)
+    @contextmanager
+    def alone(self, home: Home | None) -> Iterator[None]:
+        """Let the block bring units from `home`, without other ranks; framed ones are gone before and after."""
+        together = self.collectives, self.schedule
+        self._give_up_frames()
+        self.collectives, self._home, self.is_alone = None, home, True
+        self.schedule = self._new_schedule()
+        try:
+            yield
+        finally:
+            self._give_up_frames()
+            (self.collectives, self.schedule), self._home, self.is_alone = together, None, False
 
-    def catch_up(self, event: Event) -> None:
-        """Run unseen what is predicted before `event`, which comes now. With one rank there is no need."""
-        if self._collectives is None:
-            return
-        for number, kind in self.schedule.skipped(event):
-            if number < 0:
-                self._note((number, kind), is_seen=False)
-            elif kind != CLOSE:
-                self._need(self.units[number], is_backward=kind == BACKWARD, is_seen=False)
-                self.unneed(self.units[number])
-            elif not self.units[number].pins:
-                self._close(self.units[number], is_seen=False)
-
-    def has_visits(self, unit: Unit) -> bool:
-        """Do visits in backward bring the unit or reduce its gradients? Kept ones stay, and are reduced last."""
-        return unit.own_place is None or self._is_noted(unit.spec)
-
-    def close(self, unit: Unit) -> None:
-        """A visit of the unit in backward is over; its gradients are there."""
-        if self._collectives is not None and self._is_noted(unit.spec):
-            self.catch_up((unit.number, CLOSE))
-            self._close(unit, is_seen=True)
-
-    def _close(self, unit: Unit, *, is_seen: bool) -> None:
-        with self.lock:
-            self._note((unit.number, CLOSE), is_seen=is_seen)
-        self.close_unit(unit)
-
-    def pass_mark(self, mark: Event) -> None:
-        """A forward of the root, or a backward, ends: what it has skipped can't come any more."""
-        if self._collectives is not None:
-            self.catch_up(mark)
-            with self.lock:
-                self._note(mark, is_seen=True)
+    def _give_up_frames(self) -> None:
+        for unit in self.units:
+            self.settle(unit, is_ended=True)
+            self.wait_delivered(unit)
+            if self.is_framed(unit.spec):
+                self.forget(unit)
 
     def _bring(self, unit: Unit) -> None:
-        if self._collectives is not None:
+        if self.collectives is not None:
             self._start_own()
         blocker: Unit | None = unit
         while blocker is not None:
@@ -231,7 +215,7 @@ class Residency:
         return None
 
     def _too_many(self) -> UsageError:
-        framed = [unit for unit in self.units if self._is_framed(unit.spec)]
+        framed = [unit for unit in self.units if self.is_framed(unit.spec)]
         names = ", ".join(unit.spec.name for unit in framed if unit.pins)
         return UsageError(
             f"{names} are needed at once, and device_budget holds {len(self._frames)} units of "
@@ -243,7 +227,7 @@ class Residency:
         """Note an arrival nobody waited for; False while it is on its way. See Note [Same on all ranks]."""
         mover = self._backend.mover
         if (
-            self._collectives is None
+            self.collectives is None
             and unit.state is State.GATHERING
             and all(mover.has_come_to(job, is_ended=False) for job in unit.deliveries)
         ):
@@ -265,7 +249,9 @@ class Residency:
         values = unit.values_in(place)
         rest = self.updates.untouched(unit.number, unit.spec)
         jobs = self.updates.submit(unit.number, values, values_stand=False, is_demand=is_demand)
-        if rest:
+        if self._home is not None:
+            jobs.append(self._home.fetch(unit, values, is_demand=is_demand))
+        elif rest:
             jobs.append(self.updates.fetch(rest, values, unit.spec.params, is_demand=is_demand))
         unit.gather(place, jobs)
         self._exchange(unit)
@@ -273,7 +259,7 @@ class Residency:
 
     def _exchange(self, unit: Unit) -> None:
         """Ask for the other ranks' parts of a unit that is on its way; ours come first."""
-        if self._collectives is None:
+        if self.collectives is None:
             return
         jobs, mover = list(unit.deliveries), self._backend.mover
 
@@ -282,7 +268,7 @@ class Residency:
                 mover.wait(job, is_ended=False)
 
         assert unit.place is not None
-        unit.collective = self._collectives.gather(unit.number, unit.pieces_in(unit.place), before)
+        unit.collective = self.collectives.gather(unit.number, unit.pieces_in(unit.place), before)
 
     def _keep_jobs(self, unit: Unit, jobs: Iterable[Job]) -> None:
         mover = self._backend.mover
@@ -301,10 +287,10 @@ class Residency:
 
     def wait_for(self, handle: Handle) -> None:
         """Wait for a collective."""
-        assert self._collectives is not None
+        assert self.collectives is not None
         start_s = time.perf_counter()
         try:
-            self._collectives.wait(handle)
+            self.collectives.wait(handle)
         finally:
             self.stalls.peer_s += time.perf_counter() - start_s
 
@@ -360,7 +346,7 @@ class Residency:
 
     def _renew(self, unit: Unit, jobs: list[Job]) -> None:
         """`jobs`, and those of other ranks, bring new values to where the unit is, if it has a place."""
-        if unit.place is None or (self._collectives is None and not jobs):
+        if unit.place is None or (self.collectives is None and not jobs):
             return
         if unit.state is State.GATHERED:
             unit.gather(unit.place, jobs)

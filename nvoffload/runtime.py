@@ -73,6 +73,7 @@ class Runtime:
     def __init__(self, session: Session) -> None:
         self._session = session
         self._residency = session.residency
+        self._order = session.order
         self._visits: list[Visit] = []  # open ones
         self._tasks: set[int] = set()  # backwards whose end is awaited
         self._entries: dict[int, Entry] = {}  # of the forwards that run, by unit
@@ -106,13 +107,13 @@ class Runtime:
         if graph_task_id() != -1:
             return  # recomputed within a backward
         self._leave_interrupted(module)
-        self._residency.begin_pass("train" if torch.is_grad_enabled() else "eval")
+        self._order.begin_pass("train" if torch.is_grad_enabled() else "eval")
         self._mark_iteration()
         self._residency.prefetch()
 
     def _after_root(self, _module: nn.Module, _args: Any, _output: Any) -> None:
         if graph_task_id() == -1:
-            self._residency.pass_mark(FORWARD_END)
+            self._order.end(FORWARD_END)
 
     def _mark_iteration(self) -> None:
         if torch.is_grad_enabled() and graph_task_id() == -1:
@@ -122,11 +123,11 @@ class Runtime:
         if unit.depth == 0:
             self._session.backend.check()
             self._mark_iteration()
-            self._residency.need(unit, is_backward=False)
+            self._order.enter(unit, is_backward=False)
             try:
                 unit.register_stand_ins()
             except BaseException:
-                self._residency.unneed(unit)
+                self._order.leave(unit)
                 raise
             nodes = {t.grad_fn for t in _tensors((args, kwargs)) if t.grad_fn is not None}
             self._entries[unit.number] = Entry(nodes, next_sequence_number())
@@ -147,11 +148,11 @@ class Runtime:
             if output is not None:
                 output = _without_aliases(unit, output)
             # What has a place of its own does not go away between forward and backward.
-            if output is not None and torch.is_grad_enabled() and self._residency.has_visits(unit):
+            if output is not None and torch.is_grad_enabled() and self._order.has_visits(unit):
                 exits = {node for node in map(_node_of, _tensors(output)) if node is not None}
                 self._watch(Visit(unit), exits - entry.nodes, entry)
         finally:
-            self._residency.unneed(unit)
+            self._order.leave(unit)
         return output
 
     def _leave_interrupted(self, root: nn.Module) -> None:
@@ -171,7 +172,7 @@ class Runtime:
         close = partial(self._close_seen, weakref.ref(visit))
         if entry.nodes:
             visit.watches = [node.register_prehook(close) for node in entry.nodes]
-        else:
+        elif self._session.collectives is None:  # else at the end: its gradients come after its oldest node
             visit.watches = [_oldest(exits, entry.first_number).register_hook(close)]
 
     # ---- backward
@@ -183,7 +184,7 @@ class Runtime:
             self._close(other)
         task = graph_task_id()
         self._await_end(task)
-        self._residency.need(visit.unit, is_backward=True)
+        self._order.enter(visit.unit, is_backward=True)
         visit.task, visit.is_open = task, True
         self._visits.append(visit)
 
@@ -196,9 +197,9 @@ class Runtime:
         if visit.is_open:
             visit.is_open = False
             self._visits.remove(visit)
-            self._residency.unneed(visit.unit)
+            self._order.leave(visit.unit)
             if is_complete:
-                self._residency.close(visit.unit)
+                self._order.close(visit.unit)
 
     def _await_end(self, task: int) -> None:
         if task not in self._tasks:

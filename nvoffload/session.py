@@ -23,12 +23,15 @@ from nvoffload.errors import NvoffloadError, UsageError
 from nvoffload.landing import Landing
 from nvoffload.layout import Layout, UnitSpec
 from nvoffload.ledger import NUM_ADAMW_WORDS, Traffic, homes_of, training_traffic
-from nvoffload.mover import Group, Tiles, Work
+from nvoffload.local import local_forward
+from nvoffload.mover import Group, Work
+from nvoffload.order import Order
 from nvoffload.parameter import OffloadedParameter, wrap
 from nvoffload.peers import Peers
 from nvoffload.residency import Residency
 from nvoffload.shims import graph_task_id
-from nvoffload.stats import OffloadStats
+from nvoffload.stats import OffloadStats, collect
+from nvoffload.tiles import Tiles
 from nvoffload.unit import Binding, Place, Unit, is_framed
 from nvoffload.update import Pending
 from nvoffload.values import Values
@@ -95,8 +98,10 @@ class Session:
             collectives=self.collectives,
         )
         self.values = Values(self.backend, self.residency, self.torch_device, self.collectives)
+        self.order = Order(self.residency)
         self.landing = Landing(
             self.residency,
+            self.order,
             self.layout,
             self.wrappers,
             device=self.torch_device,
@@ -166,12 +171,28 @@ class Session:
 
     def read(self, index: int) -> Tensor:
         """Return the parameter's values after all steps made so far: a fresh tensor."""
+        self._check_together("reading a parameter")
         return self.values.read(index)
 
     def write(self, index: int, values: Tensor) -> None:
         """Replace a parameter's values. A bfloat16 master becomes exactly these."""
+        self._check_together("writing a parameter")
         self.values.write(index, values)
         increment_version([self.wrappers[index]])
+
+    @contextmanager
+    def local_forward(self) -> Iterator[None]:
+        """Let the block run forwards without other ranks."""
+        self.check_at_rest("local_forward()")
+        if self.residency.is_alone:
+            raise UsageError("local_forward() was called inside local_forward().")
+        self.flush()
+        with local_forward(self.backend, self.residency, self.collectives):
+            yield
+
+    def _check_together(self, what: str) -> None:
+        if self.residency.is_alone:
+            raise UsageError(f"{what} was called inside local_forward(): do it before or after, on all ranks.")
 
     # ---- steps
 
@@ -221,6 +242,7 @@ class Session:
     def check_at_rest(self, what: str) -> None:
         """Raise UsageError inside a forward or backward, and what went wrong before."""
         self.backend.check()
+        self._check_together(what)
         running = next((unit.spec.name for unit in self.units if unit.depth), None)
         if graph_task_id() != -1 or running is not None:
             where = f"the forward of {running}" if running else "a backward"
@@ -283,31 +305,7 @@ class Session:
         """Return the counters; those of the end once closed."""
         if self._last_stats:
             return self._last_stats
-        backend, stalls = self.backend, self.residency.stalls
-        engine, mover = backend.engine_stats(), backend.mover.stats()
-        return OffloadStats(
-            steps=self._steps,
-            read_bytes=engine.read_bytes if engine else 0,
-            write_bytes=engine.write_bytes if engine else 0,
-            fill_bytes=backend.fill_bytes,
-            fetch_bytes=mover.fetch_bytes - self.values.read_bytes if engine else 0,
-            update_read_bytes=mover.read_bytes - mover.fetch_bytes,
-            update_write_bytes=mover.write_bytes - backend.fill_bytes - self.values.write_bytes,
-            user_read_bytes=self.values.read_bytes,
-            user_write_bytes=self.values.write_bytes,
-            manifest_bytes=backend.run.manifest_bytes if backend.run else 0,
-            requests=engine.read_requests + engine.write_requests if engine else 0,
-            step_s=self._step_s,
-            kernel_s=mover.kernel_s,
-            verify_s=mover.verify_s,
-            disk_wait_s=stalls.disk_s,
-            commit_wait_s=stalls.commit_s,
-            kernel_wait_s=stalls.kernel_s,
-            peer_wait_s=stalls.peer_s,
-            disk_busy_s=engine.busy_s if engine else 0.0,
-            engine=backend.engine.name if backend.engine else "none",
-            is_direct=bool(backend.store and backend.store.file.is_direct),
-        )
+        return collect(self.backend, self.residency.stalls, self.values, steps=self._steps, step_s=self._step_s)
 
     def end(self, *, is_clean: bool) -> None:
         """Commit if the store stays, free everything, remove or keep the files. Idempotent."""
@@ -330,7 +328,7 @@ class Session:
         kept = wants and step >= 1
         self._last_stats = self.stats()
         if self.collectives is not None:
-            self.collectives.close()
+            self._part(is_clean=is_clean)
         if is_standing:
             if backend.has_failed:
                 backend.mover.stop()  # returns when no kernel runs
@@ -341,6 +339,18 @@ class Session:
             self._free_memory()
         if kept:
             log.warning("kept %s at committed step %d. To delete it: rm -r %s", where, step, where)
+
+    def _part(self, *, is_clean: bool) -> None:
+        """Leave the other ranks: if all is well once they have come here too."""
+        assert self.collectives is not None
+        self.collectives.is_ending = True
+        if self.backend.committer is not None:
+            self.backend.committer.is_ending = True
+        if is_clean and not self.backend.has_failed:
+            self.collectives.meet()
+        elif not is_clean:
+            self.collectives.peers.fail(UsageError("its program has left the model by an exception."))
+        self.collectives.close()
 
     def _restore(self) -> None:
         """Give a model whose parameters stayed in memory ordinary ones again."""

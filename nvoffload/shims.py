@@ -137,24 +137,30 @@ def prefixed(store: Any, name: str) -> Any:
     return _named(dist, "PrefixStore")(name, store)
 
 
-class HostGroup:
-    """Gloo between the ranks of `store`, apart from torch.distributed's own groups.
+_GROUPS = {"gloo": "ProcessGroupGloo", "nccl": "ProcessGroupNCCL"}
+GRACE_S = 10.0  # more than the limit that we keep ourselves
+
+
+class RankGroup:
+    """Gloo or NCCL between the ranks of `store`, apart from torch.distributed's own groups.
 
     Those are named after the state of each process, which must then be the same everywhere; a group of a
     model that is made and collected at other moments on other ranks can't rely on it.
     """
 
-    def __init__(self, store: Any, name: str, rank: int, num_ranks: int, timeout_s: float) -> None:
-        make = _named(dist, "ProcessGroupGloo")
-        self._group = make(prefixed(store, name), rank, num_ranks, timedelta(seconds=timeout_s))
+    def __init__(self, store: Any, name: str, backend: str, rank: int, num_ranks: int, limit_s: float) -> None:
+        make = _named(dist, _GROUPS[backend])
+        prefix = prefixed(store, name)
+        prefix.set_timeout(timedelta(seconds=limit_s))
+        self._group = make(prefix, rank, num_ranks, timedelta(seconds=limit_s + GRACE_S))
 
     def gather(self, out: Tensor, own: Tensor) -> Any:
         """Start an all-gather."""
-        return _named(self._group, "_allgather_base")(out, own)
+        return _first_named(self._group, "_allgather_base", "all_gather_single")(out, own)
 
     def reduce(self, out: Tensor, given: Tensor) -> Any:
         """Start a reduce-scatter."""
-        return _named(self._group, "_reduce_scatter_base")(out, given)
+        return _first_named(self._group, "_reduce_scatter_base", "reduce_scatter_single")(out, given)
 
     def sum(self, tensor: Tensor) -> Any:
         """Start an all-reduce."""
@@ -165,12 +171,8 @@ class HostGroup:
         return self._group.broadcast(tensor, 0)
 
 
-_OLD_NAMES = {"all_gather_single": "all_gather_into_tensor", "reduce_scatter_single": "reduce_scatter_tensor"}
-
-
-def distributed(name: str) -> Any:
-    """Return a collective of torch.distributed by its new name, also where torch has the old one."""
-    return getattr(dist, name, None) or _named(dist, _OLD_NAMES[name])
+def _first_named(owner: Any, name: str, newer: str) -> Any:
+    return getattr(owner, name, None) or _named(owner, newer)
 
 
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> float:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from nvoffload.backend import Backend
 from nvoffload.layout import UnitSpec
-from nvoffload.mover import Group, Job, Tiles, Work
+from nvoffload.mover import Group, Job, Work
+from nvoffload.tiles import Tiles
 
 
 @dataclass(frozen=True, slots=True)

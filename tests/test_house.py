@@ -23,14 +23,14 @@ LINE = [
     "swapfile", "manifest", "store",
     "shims", "device", "peers", "collectives",
     "partition", "parameter", "sums", "gradient", "unit", "schedule",
-    "mover", "commit", "backend", "update", "residency", "values", "reduction", "landing", "stats", "session",
-    "runtime", "plan", "opening", "optim", "offload",
+    "tiles", "mover", "commit", "backend", "update", "residency", "local", "order", "values", "reduction",
+    "landing", "stats", "session", "runtime", "plan", "opening", "optim", "offload",
     "__init__", "demo_model", "demo_report", "demo", "bench", "__main__",
 ]
 # fmt: on
 # Without torch, so that the storage half can be used and tested alone.
 STORAGE_HALF = LINE[: LINE.index("shims")]
-TORCHLESS_ABOVE = {"schedule", "mover", "commit", "backend", "update", "residency", "stats"}
+TORCHLESS_ABOVE = {"schedule", "tiles", "mover", "commit", "backend", "update", "residency", "stats"}
 
 # Where an outside world may be named: import or attribute, and the rooms that may.
 DOORS = {
