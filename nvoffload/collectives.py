@@ -12,7 +12,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from nvoffload.peers import ADVICE, SLICE_S, Peers, judge, text_of
 # The twin of late streams: an operation begins when somebody waits for it, and till then its output is NaN.
 IS_LATE = False
 MEET_S = 30.0
+NUM_RECENT = 4
 
 PASSES = ("a forward of parts", "training forward", "evaluation forward", "local_forward()")
 TRAIN_PASS, EVAL_PASS, LOCAL_PASS = 1, 2, 3
@@ -50,6 +51,7 @@ class Position:
     passes: int = 0
     steps: int = 0
     events: int = 0  # a hash
+    recent: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=NUM_RECENT))
 
 
 class Handle:
@@ -247,7 +249,11 @@ class Collectives:
         control.waits_for = self.describe(handle.tag)
         tags = control.exchange(torch.tensor(handle.tag)).tolist()
         if any(tag != tags[0] for tag in tags):
-            wants = "; ".join(f"rank {rank} wants to {self.describe(tag)}" for rank, tag in enumerate(tags))
+            befores = control.texts(self._recent())
+            pairs = zip(tags, befores, strict=True)
+            wants = "; ".join(
+                f"rank {rank} wants to {self.describe(tag)}{before}" for rank, (tag, before) in enumerate(pairs)
+            )
             raise PeerError(f"the ranks are in different places: {wants}. {ADVICE}")
         assert handle.run is not None
         handle.run()
@@ -258,6 +264,12 @@ class Collectives:
         name = self._names[unit] if 0 <= unit < len(self._names) else "?"
         what = list(KINDS.values())[kind].format(unit=name)
         return f"{what}, in {PASSES[pass_kind]} {passes}, after step {steps}"
+
+    def _recent(self) -> str:
+        """Return what the program has just done, for people."""
+        words = ("used", "used in backward", "left in backward")
+        done = [f"{self._names[unit]} {words[kind]}" for unit, kind in list(self.position.recent) if unit >= 0]
+        return f" ({', '.join(done)} before)" if done else ""
 
     def fail(self, error: Exception) -> None:
         """Nothing is exchanged any more; the other ranks learn why."""

@@ -202,6 +202,17 @@ def open_device(device: torch.device, num_threads: int) -> Device:
     raise MachineError(f"device {device} is not supported: parameters must be on a CPU or a CUDA device.")
 
 
+def numa_node_of(device: torch.device) -> int | None:
+    """Return the NUMA node that the device hangs on; None if it is the host, or nobody says."""
+    if device.type != "cuda":
+        return None
+    facts: Any = torch.cuda.get_device_properties(device)
+    place = f"{facts.pci_domain_id:04x}:{facts.pci_bus_id:02x}:{facts.pci_device_id:02x}.0"
+    file = Path("/sys/bus/pci/devices", place, "numa_node")
+    node = int(file.read_text()) if file.exists() else -1
+    return node if node >= 0 else None
+
+
 def _cuda_runtime() -> ctypes.CDLL:
     maps = Path("/proc/self/maps").read_text()
     found = re.search(r"(/\S*libcudart\S*\.so\S*)", maps)

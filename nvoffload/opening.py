@@ -16,7 +16,7 @@ from torch import nn
 
 from nvoffload.backend import threads_of
 from nvoffload.config import OffloadConfig, parse_size
-from nvoffload.device import open_device
+from nvoffload.device import numa_node_of, open_device
 from nvoffload.errors import ConfigError
 from nvoffload.layout import Layout
 from nvoffload.ledger import homes_of, store_bytes
@@ -86,6 +86,7 @@ def open_session(prepared: Prepared, peers: Peers | None) -> tuple[Session, Plan
     num_local = peers.num_local if peers else 1
     with peers.agreeing() if peers else nullcontext():
         plan, count = make_plan(config, layout, prepared.num_frames, prepared.torch_device, num_local)
+        plan = replace(plan, rank_text=_place_text(prepared, peers))
         if folder is not None:
             sharers = [(rank, other["bytes"]) for rank, other in _sharers(everyone, peers)] if peers else [(0, needed)]
             if peers is None or sharers[0][0] == peers.rank:  # one of those that share a disk cleans up
@@ -103,6 +104,27 @@ def open_session(prepared: Prepared, peers: Peers | None) -> tuple[Session, Plan
         peers=peers,
     )
     return session, plan
+
+
+def _place_text(prepared: Prepared, peers: Peers | None) -> str:
+    """Return which rank this is, and the NUMA nodes of its disk and device: far ones share a link."""
+    disk = numa_node_of_disk(prepared.folder) if prepared.folder is not None else None
+    nodes = [("disk", disk), ("device", numa_node_of(prepared.torch_device))]
+    words = [f"rank {peers.rank} of {peers.num_ranks}, {peers.num_local} on this machine"] if peers else []
+    words += [f"{what} on NUMA node {node}" for what, node in nodes if node is not None]
+    return f" ({', '.join(words)})" if words else ""
+
+
+def numa_node_of_disk(folder: Path) -> int | None:
+    """Return the NUMA node of the controller of the disk under `folder`; None if the kernel does not say."""
+    number = os.stat(folder).st_dev
+    place = Path(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}").resolve()
+    for parent in place.parents:
+        file = parent / "numa_node"
+        if file.exists():
+            node = int(file.read_text())
+            return node if node >= 0 else None
+    return None
 
 
 def _agree(prepared: Prepared, peers: Peers) -> None:

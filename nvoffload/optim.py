@@ -6,7 +6,8 @@ Also refuses stock optimizers on offloaded parameters, by torch's hook that sees
 import gc
 import logging
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from nvoffload.parameter import OffloadedParameter
 from nvoffload.session import Session
 from nvoffload.tiles import Tiles
 
+STATE_NAMES = ("exp_avg", "exp_avg_sq")
 log = logging.getLogger("nvoffload")
 
 
@@ -30,7 +32,8 @@ class AdamW(Optimizer):
     have a 32-bit master of which the weight is the upper half. `step` captures the gradients; with
     update="deferred" it returns then, and whoever reads a parameter next, a forward above all, waits
     for its new value. An I/O error of an update is raised there, or at the next step, flush or close.
-    `state[p]` holds the step number only. foreach and fused are accepted and have no effect.
+    `state[p]` has "step", and "exp_avg" and "exp_avg_sq" as tensors that are read when they are asked for,
+    zero before the first step; of several ranks all must ask. foreach and fused are accepted and have no effect.
     """
 
     def __init__(
@@ -97,8 +100,14 @@ class AdamW(Optimizer):
             if session.backend.store is not None:
                 session.backend.store.captures.append(_capture_of(self))
         for param in params:
-            self.state[param] = {"step": torch.tensor(0.0)}
+            owner = owner_of(param)
+            names = STATE_NAMES if param.requires_grad else ()
+            self.state[param] = LazyState(names, partial(_read_state, weakref.ref(self), owner))
         self._adopted.update(param for param in params if param.requires_grad)
+
+    def zones_of(self, session: Session) -> list[dict[int, Tiles]]:
+        """Return what updates of a model's parameters visit, by unit; one for each time that some were added."""
+        return self._zones[id(session)][1]
 
     def _owner(self, param: Tensor, position: int) -> tuple[Session, int]:
         owner = owner_of(param)
@@ -197,6 +206,47 @@ class AdamW(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Raise, as `state_dict` does."""
         raise UsageError("AdamW.load_state_dict() is not supported yet: the states are in the swap file.")
+
+
+class LazyState(dict[str, Any]):
+    """What `state[p]` is: the step number, and names of states that `read` brings, by position, when asked for."""
+
+    def __init__(self, names: Sequence[str], read: Callable[[int], Tensor]) -> None:
+        super().__init__({"step": torch.tensor(0.0), **dict.fromkeys(names)})
+        self._names = tuple(names)
+        self._read = read
+
+    def __getitem__(self, name: str) -> Any:
+        return self._read(self._names.index(name)) if name in self._names else super().__getitem__(name)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if name in self._names:
+            raise UsageError(f"state[p][{name!r}] is in the swap file or host memory; setting it is not supported yet.")
+        super().__setitem__(name, value)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return a state, read now, or `default`."""
+        return self[name] if name in self else default  # noqa: SIM401 - dict.get reads nothing
+
+    def values(self) -> Any:
+        """Read all states."""
+        return [self[name] for name in self]
+
+    def items(self) -> Any:
+        """Read all states."""
+        return [(name, self[name]) for name in self]
+
+    def __repr__(self) -> str:
+        lazy = ", ".join(f"{name}: read when asked for" for name in self._names)
+        return f"{{step: {super().__getitem__('step')}, {lazy}}}"
+
+
+def _read_state(optimizer: "weakref.ref[AdamW]", owner: tuple[Session, int] | None, word: int) -> Tensor:
+    alive = optimizer()
+    if alive is None or owner is None:
+        raise UsageError("the optimizer of this state, or its model, is gone.")
+    session, index = owner
+    return session.read_state(index, alive.zones_of(session), word)
 
 
 def owner_of(param: Tensor) -> tuple[Session, int] | None:

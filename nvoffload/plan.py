@@ -39,6 +39,7 @@ class Plan:
     is_host: bool
     pool_text: str
     gathered_text: str
+    rank_text: str = ""  # of several ranks: what this one is, and where its disk is
 
     @property
     def start_bytes(self) -> int:
@@ -70,7 +71,7 @@ class Plan:
         ]
         rows = [f"  {name:<14}{format_bytes(nbytes):>12}  {why}" for name, nbytes, why in parts if nbytes]
         return [
-            "plan",
+            f"plan{self.rank_text}",
             *rows,
             f"  {'host memory':<14}{format_bytes(self.host_bytes):>12}  plus activations",
             f"  {'disk':<14}{format_bytes(self.disk_bytes):>12}  two slots of every tile",

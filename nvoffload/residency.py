@@ -109,6 +109,7 @@ class Residency:
             self.schedule.note(*event, is_seen=is_seen)
             if self.collectives is not None:
                 self.collectives.position.events = self.schedule.digest
+                self.collectives.position.recent.append(event)
 
     def unneed(self, unit: Unit) -> None:
         """One user of the unit less; its memory stays as it is until it is wanted."""

@@ -174,6 +174,11 @@ class Session:
         self._check_together("reading a parameter")
         return self.values.read(index)
 
+    def read_state(self, index: int, zones: Sequence[Mapping[int, Tiles]], word: int) -> Tensor:
+        """Return a word of the optimizer's states, after all steps made so far: a fresh float32 tensor."""
+        self.check_at_rest("reading an optimizer state")
+        return self.values.read_state(index, zones, word)
+
     def write(self, index: int, values: Tensor) -> None:
         """Replace a parameter's values. A bfloat16 master becomes exactly these."""
         self._check_together("writing a parameter")

@@ -3,13 +3,16 @@
 Moves nothing. Keeps alive what the arrays point to.
 """
 
+import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from nvoffload import native
 from nvoffload.buffers import Arena
+from nvoffload.errors import CorruptionError
 from nvoffload.layout import Layout
 from nvoffload.store import StateZone, Store
+from nvoffload.swapfile import crc32c, read_aligned
 
 DTYPES = {"float32": "NVO_F32", "bfloat16": "NVO_BF16"}
 
@@ -93,6 +96,30 @@ class Tiles:
             at.num_words = num_words
             at.host_state = native.ffi.cast("void *", address)
             address += num_words * at.word_bytes
+
+    def state_word(self, position: int, word: int, *, verify: bool) -> bytearray:
+        """Return one word of the states of the tile at `position`, float32.
+
+        Raises CorruptionError if `verify` and what comes from disk has another checksum than it was written with.
+        REQUIRES: no job is on the tile.
+        """
+        at = self.array[position]
+        nbytes = at.word_bytes
+        if at.host_state:
+            return bytearray(
+                native.ffi.buffer(at.host_state, at.num_words * nbytes)[word * nbytes : (word + 1) * nbytes]
+            )
+        offset = at.state_offset[at.state.working]
+        content = memoryview(read_aligned(at.fd, offset, at.num_words * nbytes))
+        words = [content[i * nbytes : (i + 1) * nbytes] for i in range(at.num_words)]
+        if verify and crc32c(b"".join(crc32c(w).to_bytes(4, sys.byteorder) for w in words)) != at.state.crc[2]:
+            raise CorruptionError(
+                f"checksum mismatch in the state of {self.names(position)} at offset {offset}: the disk returned other "
+                "bytes than were written.",
+                offset=offset,
+                nbytes=at.num_words * nbytes,
+            )
+        return bytearray(words[word])
 
     def put_params_on_host(self, home: "HostParams") -> None:
         """Let remainders, and fetched parts if `home` has them, live in host memory."""

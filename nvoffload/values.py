@@ -9,6 +9,7 @@ from nvoffload.backend import Backend
 from nvoffload.collectives import Collectives
 from nvoffload.mover import Job
 from nvoffload.residency import Residency
+from nvoffload.tiles import Tiles
 from nvoffload.unit import State, Unit
 
 
@@ -60,6 +61,27 @@ class Values:
         if self._backend.config.param_offload == "nvme":
             self.read_bytes += sum(self._layout.tiles[i].fetched_bytes for i in tiles)
         return out
+
+    @torch.no_grad()
+    def read_state(self, index: int, zones: Sequence[Mapping[int, Tiles]], word: int) -> Tensor:
+        """Return a word of the optimizer's states after all steps made so far: float32, shaped as the parameter.
+
+        `zones`: what the optimizer's updates visit, by unit. Read past engine and counters: for looking, not for
+        training. Of several ranks all call this, and each reads its part.
+        """
+        self._backend.check()
+        unit, spec = self.unit_of(index), self._layout.specs[index]
+        self._residency.settle(unit, is_ended=True)
+        flat, verify = torch.zeros(spec.numel, dtype=torch.float32), self._backend.config.verify
+        for tiles in (zone[unit.number] for zone in zones if unit.number in zone):
+            for position, tile in enumerate(tiles.indices if index in tiles.updates else ()):
+                for s in (s for s in self._layout.tiles[tile].segments if s.param == index):
+                    content = tiles.state_word(position, word, verify=verify)
+                    words = torch.frombuffer(content, dtype=torch.float32)
+                    flat[s.param_start : s.param_start + s.numel] = words[s.tile_start : s.tile_start + s.numel]
+        if self._collectives is not None:
+            self._collectives.sum_host_bytes("state", unit.number, flat.view(torch.uint8))
+        return flat.as_strided(spec.shape, spec.stride).to(self._device)
 
     def bytes_of(self, unit: Unit) -> Tensor:
         """Return the memory that holds the unit's values now, as bytes. REQUIRES: it has a place."""

@@ -52,7 +52,7 @@ EXCEPTIONS = {
     "hooks on modules": (r"\.register_(module_)?(full_)?(forward|backward)\w*_hook\(", "py", "nvoffload/runtime.py"),
 }
 # Inheritance is for exceptions, protocols, value types and nn.Module; these are the rest.
-SUBCLASSES = {"AdamW", "SimDevice", "OffloadedParameter", "OffloadedGradient"}
+SUBCLASSES = {"AdamW", "LazyState", "SimDevice", "OffloadedParameter", "OffloadedGradient"}
 
 MODULE_LINES_MAX = 400
 C_LINES_MAX = 600
